@@ -9,7 +9,7 @@ import torch.distributed as dist
 from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 
 from shardcompile.collectives import wait
-from shardcompile.layout import GroupCut, write_cuts
+from shardcompile.sharding import GroupPartition, write_partitions
 
 _ops = torch.ops.shardcompile
 KIB = 2**10
@@ -18,13 +18,13 @@ SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
 """Bytes of a member, over all ranks."""
 
 IMBALANCES = {"1:1": 1, "1:9": 9}
-"""The largest block in units of the others; it is another rank's in each member."""
+"""The largest shard in units of the others; it is another rank's in each member."""
 
 BAR, BAR_ALONE = 1.3, 5.0
 
 
-def cut(member: int, rows: int, imbalance: int, ranks: int) -> list[int]:
-    """Block sizes of a member."""
+def partition(member: int, rows: int, imbalance: int, ranks: int) -> list[int]:
+    """Shard sizes of a member."""
     small = rows // (imbalance + ranks - 1)
     return [rows - small * (ranks - 1) if r == member % ranks else small for r in range(ranks)]
 
@@ -32,16 +32,16 @@ def cut(member: int, rows: int, imbalance: int, ranks: int) -> list[int]:
 def _calls(members: int, nbytes: int, imbalance: int) -> dict[str, Call]:
     ranks, me, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
     rows = nbytes // (4 * WIDTH)
-    cuts = [cut(m, rows, imbalance, ranks) for m in range(members)]
-    blocks = [torch.full([c[me], WIDTH], float(me)) for c in cuts]
+    partitions = [partition(m, rows, imbalance, ranks) for m in range(members)]
+    shards = [torch.full([c[me], WIDTH], float(me)) for c in partitions]
     even = torch.zeros([members * rows // ranks, WIDTH])
-    flat = write_cuts([GroupCut(list(c), 0, []) for c in cuts])
+    flat = write_partitions([GroupPartition(list(c), 0, []) for c in partitions])
 
     def bucket() -> torch.Tensor:
-        return wait(_ops.all_gather_bucket(blocks, [0] * members, [rows] * members, *flat, group))
+        return wait(_ops.all_gather_bucket(shards, [0] * members, [rows] * members, *flat, group))
 
     def one_by_one() -> torch.Tensor:
-        started = [_ops.all_gather_v(b, 0, rows, c, 0, [], group) for b, c in zip(blocks, cuts, strict=True)]
+        started = [_ops.all_gather_v(b, 0, rows, c, 0, [], group) for b, c in zip(shards, partitions, strict=True)]
         return torch.cat([wait(s) for s in started])
 
     def reference() -> torch.Tensor:
@@ -72,7 +72,7 @@ def report(ranks: int, members: int, results: dict[tuple[int, str], Times]) -> N
         rows.append(
             [f"{nbytes // KIB} KiB", imbalance, duration(bucket), duration(even), to_even, f"{gain:.1f}{wanted}"]
         )
-    columns = ["a member", "blocks", "bucket", "even gather", "to even", "one by one to bucket"]
+    columns = ["a member", "shards", "bucket", "even gather", "to even", "one by one to bucket"]
     print_table(f"{members} all-gathers, {ranks} ranks", columns, rows)
 
 

@@ -134,11 +134,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-# ------------------------------------------------------------------------------------------------ rows in blocks
+# ------------------------------------------------------------------------------------------------ rows sharded
 
 
-def rising_blocks(rows: int, ranks: int) -> list[int]:
-    """Block sizes that rise evenly from rank to rank."""
+def rising_shards(rows: int, ranks: int) -> list[int]:
+    """Shard sizes that rise evenly from rank to rank."""
     ends = [rows * (r + 1) * (r + 2) // (ranks * (ranks + 1)) for r in range(ranks)]
     return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -146,7 +146,7 @@ def rising_blocks(rows: int, ranks: int) -> list[int]:
 def compare_over_rows(
     doc: str | None, measure: Callable[[int, int, int], Times], rows: Sequence[int], title: str, columns: Sequence[str]
 ) -> None:
-    """Command of a benchmark that holds one way to compute on blocks of rows against others.
+    """Command of a benchmark that holds one way to compute on local shards of rows against others.
 
     Args:
         doc: what `--help` says.

@@ -1,4 +1,4 @@
-"""CPU time of the first forward and backward of a compiled model, by number of ranks."""
+"""CPU time of the first forward and backward of a compiled model, by index of ranks."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _data(ranks: int) -> tuple[Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (ranks,))
     numbers = random.Random(0)
     sizes = [numbers.randrange(1, 10) for _ in range(ranks)]
-    blocks = torch.randn(sizes[0], 5), torch.randn(sizes[0])
-    x, y = (ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}) for block in blocks)
+    shards = torch.randn(sizes[0], 5), torch.randn(sizes[0])
+    x, y = (ShardTensor.from_local(shard, mesh, [Shard(0)], {0: sizes}) for shard in shards)
     return x, y
 
 

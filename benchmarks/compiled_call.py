@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardcompile import ShardTensor
 
 RANKS, TENSORS = 4, 50
-BLOCK = (2, 4)
+SHARD = (2, 4)
 BAR = 0.7
 
 
@@ -38,15 +38,15 @@ def _compiled(name: str, backend: str) -> Callable[..., Any]:
 def inputs() -> dict[str, list[Any]]:
     """50 tensors of each kind."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    blocks = [torch.zeros(BLOCK) for _ in range(TENSORS)]
-    shape, cut = (RANKS * BLOCK[0], BLOCK[1]), {0: [BLOCK[0], 1, 4, 1]}
+    shards = [torch.zeros(SHARD) for _ in range(TENSORS)]
+    shape, partition = (RANKS * SHARD[0], SHARD[1]), {0: [SHARD[0], 1, 4, 1]}
     return {
         "parameters": [
-            nn.Parameter(ShardTensor.from_local(b, mesh, [Shard(0)], "chunk", global_shape=shape)) for b in blocks
+            nn.Parameter(ShardTensor.from_local(b, mesh, [Shard(0)], "chunk", global_shape=shape)) for b in shards
         ],
-        "inputs": [ShardTensor.from_local(b, mesh, [Shard(0)], cut) for b in blocks],
-        "DTensor": [nn.Parameter(DTensor.from_local(b, mesh, [Shard(0)])) for b in blocks],
-        "plain": [nn.Parameter(b.clone()) for b in blocks],
+        "inputs": [ShardTensor.from_local(b, mesh, [Shard(0)], partition) for b in shards],
+        "DTensor": [nn.Parameter(DTensor.from_local(b, mesh, [Shard(0)])) for b in shards],
+        "plain": [nn.Parameter(b.clone()) for b in shards],
     }
 
 
@@ -68,7 +68,7 @@ def main() -> None:
             for kind, bar in (("parameters", BAR), ("inputs", None), ("plain", None)):
                 cells = [duration(times[kind]), duration(reference), ratio(times[kind], reference, bar)]
                 rows.append([backend, kind, *cells])
-    title = f"a compiled call with {TENSORS} tensors: sharded parameters, dynamically cut inputs, plain parameters"
+    title = f"a compiled call with {TENSORS} tensors: sharded parameters, dynamically sharded inputs, plain parameters"
     print_table(title, ["backend", "tensors", "call", "DTensor's", "to DTensor"], rows)
     leave()
 

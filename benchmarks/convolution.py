@@ -1,11 +1,11 @@
-"""Convolutions over an image whose rows are in uneven blocks: halos, against gathering the image and one rank."""
+"""Convolutions over an image whose rows are in uneven shards: halos, against gathering the image and one rank."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
-from common import Call, Times, compare_over_rows, median_times, rising_blocks
+from common import Call, Times, compare_over_rows, median_times, rising_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -16,13 +16,13 @@ CHANNELS, COLUMNS, LAYERS = 32, 128, 3
 
 
 def measure(ranks: int, rows: int, rounds: int) -> Times:
-    """Median seconds of a forward and backward pass, compiled; blocks rise evenly from rank to rank."""
+    """Median seconds of a forward and backward pass, compiled; shards rise evenly from rank to rank."""
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(LAYERS)])
     image = torch.randn(1, CHANNELS, rows, COLUMNS)
-    sizes = rising_blocks(rows, ranks)
-    cut = sc.distribute_tensor(image, mesh, [Shard(2)], sharding_shapes={0: sizes}).requires_grad_()
+    sizes = rising_shards(rows, ranks)
+    partition = sc.distribute_tensor(image, mesh, [Shard(2)], sharding_shapes={0: sizes}).requires_grad_()
     whole = image.requires_grad_()
 
     def step(compiled: Call, x: Tensor) -> None:
@@ -36,8 +36,8 @@ def measure(ranks: int, rows: int, rounds: int) -> Times:
         return torch.compile(function, fullgraph=True, backend="shardcompile")
 
     calls = {
-        "halos": partial(step, compiled(model), cut),
-        "gathered": partial(step, compiled(gathered), cut),
+        "halos": partial(step, compiled(model), partition),
+        "gathered": partial(step, compiled(gathered), partition),
         "one rank": partial(step, compiled(model), whole),
     }
     return median_times(calls, rounds)

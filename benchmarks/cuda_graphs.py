@@ -83,10 +83,10 @@ def measure(model: str, many: list[int], device: str, backend: str, rounds: int)
     net = MODELS[model](1, device)[0]
     mesh = init_device_mesh(device, (RANKS,))
     plain = {n: list(MODELS[model](n, device)[1:]) for n in many}
-    cuts = {n: {0: [n, n // 2, 0, n + 3]} for n in many}
+    partitions = {n: {0: [n, n // 2, 0, n + 3]} for n in many}
     sharded: dict[int, list[Any]] = {
-        n: [sc.ShardTensor.from_local(x, mesh, [Shard(0)], sharding_shapes=cuts[n]) for x in blocks]
-        for n, blocks in plain.items()
+        n: [sc.ShardTensor.from_local(x, mesh, [Shard(0)], sharding_shapes=partitions[n]) for x in shards]
+        for n, shards in plain.items()
     }
     calls: dict[int, dict[str, Call]] = {n: {} for n in many}
 

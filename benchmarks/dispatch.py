@@ -1,4 +1,4 @@
-"""Eager cost of an op on a ShardTensor, against DTensor and the plain op, where the block is tiny."""
+"""Eager cost of an op on a ShardTensor, against DTensor and the plain op, where the shard is tiny."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def operands() -> dict[str, Operands]:
     """A sharded and a replicated matrix of each kind."""
     mesh = init_device_mesh("cpu", (RANKS,))
 
-    def block() -> Tensor:
+    def shard() -> Tensor:
         return torch.zeros(ROWS, ROWS)  # zeros stay zeros under add_
 
     return {
         "ShardTensor": (
-            ShardTensor.from_local(block(), mesh, [Shard(0)], {0: [ROWS] * RANKS}),
-            ShardTensor.from_local(block(), mesh, [Replicate()], {}),
+            ShardTensor.from_local(shard(), mesh, [Shard(0)], {0: [ROWS] * RANKS}),
+            ShardTensor.from_local(shard(), mesh, [Replicate()], {}),
         ),
-        "DTensor": (DTensor.from_local(block(), mesh, [Shard(0)]), DTensor.from_local(block(), mesh, [Replicate()])),
-        "plain": (block(), block()),
+        "DTensor": (DTensor.from_local(shard(), mesh, [Shard(0)]), DTensor.from_local(shard(), mesh, [Replicate()])),
+        "plain": (shard(), shard()),
     }
 
 

@@ -1,4 +1,4 @@
-"""A layer of experts on tokens in uneven blocks: `route_rows`, against the same by hand, and against padding.
+"""A layer of experts on tokens in uneven shards: `route_rows`, against the same by hand, and against padding.
 
 16 experts over the ranks, two for each token, more tokens for the first experts than for the last. By hand means
 `all_to_all_single` with split sizes that are read from a tensor; padding means messages of one size, that of the
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-from common import duration, median_times, print_table, ratio, rising_blocks, run_ranks
+from common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -104,10 +104,10 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
     first = torch.randn(EXPERTS, WIDTH, HIDDEN).bfloat16() / 16
     second = torch.randn(EXPERTS, HIDDEN, WIDTH).bfloat16() / 16
     mine = [w.chunk(ranks)[rank].clone().requires_grad_() for w in (first, second)]
-    sizes = rising_blocks(tokens, ranks)
+    sizes = rising_shards(tokens, ranks)
     x = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: sizes}).requires_grad_()
-    block = full.split(sizes)[rank].clone().requires_grad_()
-    owners = chosen(block.detach(), gate.detach(), bias)[1].flatten() // (EXPERTS // ranks)
+    shard = full.split(sizes)[rank].clone().requires_grad_()
+    owners = chosen(shard.detach(), gate.detach(), bias)[1].flatten() // (EXPERTS // ranks)
     capacity = owners.bincount(minlength=ranks).max()
     dist.all_reduce(capacity, dist.ReduceOp.MAX)
 
@@ -116,24 +116,24 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
             t.grad = None
         out = run(given, gate, bias, *mine)
         loss = out.square().sum() / full.numel()
-        if given is block:  # what a sharded tensor does by itself
+        if given is shard:  # what a sharded tensor does by itself
             dist.all_reduce(loss.detach())
         loss.backward()
-        if given is block:
+        if given is shard:
             dist.all_reduce(gate.grad)
         return out, given.grad, gate.grad
 
     calls = {
         "route_rows": partial(step, torch.compile(routed, fullgraph=True, dynamic=True, backend="shardcompile"), x),
-        "by hand": partial(step, torch.compile(by_hand, fullgraph=True, dynamic=True), block),
+        "by hand": partial(step, torch.compile(by_hand, fullgraph=True, dynamic=True), shard),
         "padded": partial(
-            step, torch.compile(partial(padded, capacity=int(capacity)), fullgraph=True, dynamic=True), block
+            step, torch.compile(partial(padded, capacity=int(capacity)), fullgraph=True, dynamic=True), shard
         ),
     }
     for name in ("by hand", "padded"):
         ours, theirs = calls["route_rows"](), calls[name]()
-        blocks = [t.to_local() if isinstance(t, sc.ShardTensor) else t for t in ours]
-        for a, b in zip(blocks, theirs, strict=True):
+        shards = [t.to_local() if isinstance(t, sc.ShardTensor) else t for t in ours]
+        for a, b in zip(shards, theirs, strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2 * float(b.abs().max()))
     return median_times(calls, rounds)
 

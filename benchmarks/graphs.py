@@ -1,10 +1,10 @@
 """A graph network on a mesh whose nodes lie on several ranks: `link_rows`, against gathering the nodes.
 
-A triangulated sheet of about 20,000 nodes, cut into strips of unequal width; edges lie with their targets. Each layer
-adds to a node a function of the mean of its neighbours. By links each node on a border travels once to each rank that
-needs it, and its gradient back; gathered, each rank gets all nodes in each layer, and adds up for its own. By index is
-the same function as it stands in a program for one device, on sharded tensors: `x[source]`, `index_add`. The last way
-is one rank with the whole graph. A step is forward and backward. Bytes are counted where messages are sent.
+A triangulated sheet of about 20,000 nodes, sharded into strips of unequal width; edges lie with their targets. Each
+layer adds to a node a function of the mean of its neighbours. By links each node on a border travels once to each rank
+that needs it, and its gradient back; gathered, each rank gets all nodes in each layer, and adds up for its own. By
+index is the same function as it stands in a program for one device, on sharded tensors: `x[source]`, `index_add`. The
+last way is one rank with the whole graph. A step is forward and backward. Bytes are counted where messages are sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import duration, median_times, print_table, ratio, rising_blocks, run_ranks
+from common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -54,7 +54,7 @@ def linked(x: Any, sources: sc.RowLinks, targets: sc.RowLinks, weights: list[Ten
     return x.square().mean()
 
 
-def _mean_of_block(whole: Tensor, source: Tensor, target: Tensor, like: Tensor) -> Tensor:
+def _mean_of_shard(whole: Tensor, source: Tensor, target: Tensor, like: Tensor) -> Tensor:
     sums = torch.zeros_like(like).index_add(0, target, whole.index_select(0, source))
     counts = torch.zeros_like(like[:, :1]).index_add(0, target, torch.ones_like(source, dtype=like.dtype).unsqueeze(1))
     return sums / counts
@@ -63,7 +63,7 @@ def _mean_of_block(whole: Tensor, source: Tensor, target: Tensor, like: Tensor) 
 def gathered(x: Any, source: Tensor, target: Tensor, weights: list[Tensor]) -> Any:
     """Sources are numbers of all nodes, targets those of the nodes of this rank."""
     # Each rank uses all nodes for its own edges: of their gradient it has a term.
-    run = sc.local_map(lambda whole, block: _mean_of_block(whole, source, target, block), [Shard(0)])
+    run = sc.local_map(lambda whole, shard: _mean_of_shard(whole, source, target, shard), [Shard(0)])
     for weight in weights:
         whole = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         x = layer(x, run(whole, x), weight)
@@ -81,7 +81,7 @@ def by_index(x: Any, source: Any, target: Any, weights: list[Tensor]) -> Any:
 
 def alone(x: Tensor, source: Tensor, target: Tensor, weights: list[Tensor]) -> Tensor:
     for weight in weights:
-        x = layer(x, _mean_of_block(x, source, target, x), weight)
+        x = layer(x, _mean_of_shard(x, source, target, x), weight)
     return x.square().mean()
 
 
@@ -89,18 +89,18 @@ def measure(width: int, rounds: int, backend: str) -> dict[str, Any]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,))
     source, target = sheet(ROWS, COLUMNS)
-    sizes = [ROWS * c for c in rising_blocks(COLUMNS, ranks)]
+    sizes = [ROWS * c for c in rising_shards(COLUMNS, ranks)]
     ends = torch.tensor(sizes).cumsum(0)
     owner = torch.searchsorted(ends, target, right=True)
     edges = torch.bincount(owner, minlength=ranks).tolist()
     torch.manual_seed(0)
     full = torch.randn(ROWS * COLUMNS, width)
 
-    def cut(t: Tensor, blocks: list[int]) -> Any:
-        return sc.distribute_tensor(t, mesh, [Shard(0)], sharding_shapes={0: blocks})
+    def partition(t: Tensor, shards: list[int]) -> Any:
+        return sc.distribute_tensor(t, mesh, [Shard(0)], sharding_shapes={0: shards})
 
-    x, weights = cut(full, sizes).requires_grad_(), parameters(width)
-    spread = [cut(t, edges) for t in (source, target)]
+    x, weights = partition(full, sizes).requires_grad_(), parameters(width)
+    spread = [partition(t, edges) for t in (source, target)]
     links = [sc.link_rows(x, t) for t in spread]
     mine = slice(sum(edges[:rank]), sum(edges[: rank + 1]))
     own = source[mine], target[mine] - int(ends[rank]) + sizes[rank]

@@ -1,4 +1,5 @@
-"""Thousands of compiled steps, with another cut and another number of points each: graphs, memory and time per step.
+"""Thousands of compiled steps, with another partition and another number of points each: graphs, memory and time per
+step.
 
     python benchmarks/long_run.py [--steps 3000]
 
@@ -70,7 +71,7 @@ def main() -> None:
     with LocalRanks(WORLD) as ranks:
         found = ranks(_run, steps, timeout=3000)
     graphs = [g for g, _, _ in found]
-    print(f"{steps} steps, each with another cut: {graphs} graphs on ranks 0 and 1")
+    print(f"{steps} steps, each with another partition: {graphs} graphs on ranks 0 and 1")
     _, memory, seconds = found[0]
     for i, (mib, s) in enumerate(zip(memory, seconds, strict=True)):
         print(

@@ -1,7 +1,7 @@
-"""The 16 nearest neighbours among points in uneven blocks: memory, time, and whether they are those that scipy finds.
+"""The 16 nearest neighbours among points in uneven shards: memory, time, and whether they are those that scipy finds.
 
 Memory is what a rank's process grows by at most during the call, as the kernel counts resident pages. It is held
-against two blocks, the largest there are, and the result. By gathering means that each rank gets all points and
+against two shards, the largest there are, and the result. By gathering means that each rank gets all points and
 searches them for its own queries by one tree.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import duration, median_times, print_table, ratio, rising_blocks, run_ranks
+from common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from scipy.spatial import cKDTree
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +51,7 @@ def by_gathering(points: Any) -> tuple[Tensor, Tensor]:
 def measure(count: int, rounds: int, ours: bool) -> dict[str, Any]:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    sizes = rising_blocks(count, ranks)
+    sizes = rising_shards(count, ranks)
     full = torch.rand(count, DIMS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     points = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: sizes})
     few = sc.distribute_tensor(full[:64], mesh, [Shard(0)])
@@ -97,8 +97,8 @@ def main() -> None:
             ]
         )
     print_table(
-        f"{NEAR} nearest of all points in {options.ranks} rising blocks: peak memory of a rank against two largest "
-        "blocks and the result; time against gathering",
+        f"{NEAR} nearest of all points in {options.ranks} rising shards: peak memory of a rank against two largest "
+        "shards and the result; time against gathering",
         ["points", "other than scipy's", "memory", "gathered: memory", "time"],
         lines,
     )

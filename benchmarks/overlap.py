@@ -1,4 +1,4 @@
-"""A compiled training step with weights in uneven blocks, with the passes and without, on real ranks.
+"""A compiled training step with weights in uneven shards, with the passes and without, on real ranks.
 
 The width is chosen so that a layer's products take about as long as the gather of its weight; then there is most to
 gain. Also without the buckets, and without the order held, to see what each does.
@@ -85,7 +85,7 @@ def main() -> None:
             off = times["off"]
             ratios = [ratio(times["on"], off, BAR), ratio(times["no buckets"], off), ratio(times["no order"], off)]
             rows.append([f"{width} wide, {batch} rows", f"1:{imbalance}", duration(off), *ratios])
-    columns = ["layers", "blocks", "passes off", "on to off", "no buckets", "no order"]
+    columns = ["layers", "shards", "passes off", "on to off", "no buckets", "no order"]
     print_table(f"a step of {options.layers} layers, {options.ranks} ranks", columns, rows)
 
 

@@ -4,7 +4,7 @@
 
 Needs neither ranks nor a GPU. Graphs are backward passes of Llama-3-8B's shape with so many layers (`tests/llama.py`),
 weights over eight nodes and tensor parallelism within each: with torch's even collectives, with weights in uneven
-blocks, on one GPU without any collective; and softmaxes along a cut dim that wait for one another, twelve for each
+shards, on one GPU without any collective; and softmaxes along a sharded dim that wait for one another, twelve for each
 layer, which the passes merge. Seconds are of this process's CPU. `loop` is what ten million additions in Python take
 at that time: machines, and the same one at other times, differ by factors. The bar is for a loop of 0.5 s, to which the
 last column is scaled.
@@ -23,7 +23,7 @@ import torch
 from common import print_table
 from torch.fx import Graph
 
-from shardcompile.offline import offline_world
+from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
 from shardcompile.passes.pipeline import watching
 
@@ -67,13 +67,13 @@ class Clock:
 
 def transformer(layers: int, ranks: int, parts: int, uneven: bool, groups: list[str]) -> Graph:
     """The backward pass of the first rank."""
-    place = suite.Place(ranks, 0, groups[0], lambda e, i: suite.cut(e, ranks, "log-normal", i), "cuda")
-    cut = llama.Groups(groups[0], ranks, groups[1] if parts > 1 else "", parts)
-    return llama.backward(place, llama.Shape(layers, 2 * 8192), cut, uneven)
+    place = suite.Place(ranks, 0, groups[0], lambda e, i: suite.partition(e, ranks, "log-normal", i), "cuda")
+    partition = llama.Groups(groups[0], ranks, groups[1] if parts > 1 else "", parts)
+    return llama.backward(place, llama.Shape(layers, 2 * 8192), partition, uneven)
 
 
 def softmaxes(number: int, group: str) -> Graph:
-    """Softmaxes along cut rows, what each weights added to its rows."""
+    """Softmaxes along sharded rows, what each weights added to its rows."""
     w = suite.Writer(suite.Place(NODES * PARTS, 0, group, lambda e, i: [e], "cuda"))
 
     def reduced(x: torch.fx.Node, op: str) -> torch.fx.Node:

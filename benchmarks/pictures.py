@@ -1,4 +1,4 @@
-"""Draws docs/blocks.svg, what a block is, and docs/served.svg, the table at the end of docs/figures.md."""
+"""Draws docs/shards.svg, what a shard is, and docs/served.svg, the table at the end of docs/figures.md."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WAYS = {
     "local": "#4c78a8",
     "sums only": "#72b7b2",
     "rows exchanged": "#eeca3b",
-    "gathered: one input cut": "#e45756",
-    "gathered: several cut": "#ff9da6",
+    "gathered: one input partition": "#e45756",
+    "gathered: several partition": "#ff9da6",
 }
 """How an op is served, by the columns of the table, and colours."""
 
 
-def blocks() -> Any:
-    """A tensor of 7 rows over three ranks: cut, replicated, and as a pending sum."""
+def shards() -> Any:
+    """A tensor of 7 rows over three ranks: sharded, replicated, and as a pending sum."""
     figure, axes = pyplot.subplots(1, 4, figsize=(9, 2.6), width_ratios=[1, 1, 3, 3])
     titles = ["the tensor", "S(0)[4,1,2]", "R", "P(sum)"]
-    captions = ["shape (7, 2)", "one block per rank", "the same on each rank", "terms, not yet added up"]
+    captions = ["shape (7, 2)", "one shard per rank", "the same on each rank", "terms, not yet added up"]
     for ax, title, caption in zip(axes, titles, captions, strict=True):
         ax.set_title(title, fontsize=9)
         ax.text(0.5, -0.04, caption, transform=ax.transAxes, ha="center", va="top", fontsize=8)
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder")
     options = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "shardcompile"
-    for name, figure in (("blocks", blocks()), ("served", served())):
+    for name, figure in (("shards", shards()), ("served", served())):
         figure.savefig(options.out / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 

@@ -39,16 +39,16 @@ Built = tuple[Callable[..., Any], tuple[Any, ...]]
 """What gives a loss, and its arguments; parameters are among these, or in the function."""
 
 
-def blocks(rows: int, ranks: int) -> list[int]:
-    """Uneven sizes: the first block has three parts where the others have four."""
+def shards(rows: int, ranks: int) -> list[int]:
+    """Uneven sizes: the first shard has three parts where the others have four."""
     first = 3 * rows // (4 * ranks - 1)
     rest = rows - first
     return [first, *(rest // (ranks - 1) + (r < rest % (ranks - 1)) for r in range(ranks - 1))]
 
 
-def cut(x: Tensor, mesh: DeviceMesh, dim: int = 0) -> Any:
-    """A full value in uneven blocks along a dim."""
-    sizes = blocks(x.shape[dim], mesh.size())
+def partition(x: Tensor, mesh: DeviceMesh, dim: int = 0) -> Any:
+    """A full value in uneven shards along a dim."""
+    sizes = shards(x.shape[dim], mesh.size())
     return sc.distribute_tensor(x, mesh, [Shard(dim)], sharding_shapes={0: sizes})
 
 
@@ -71,36 +71,36 @@ class LinearAttention(nn.Module):
 
 def linear_attention(mesh: DeviceMesh) -> Built:
     net = nn.Sequential(*(LinearAttention(64, 4) for _ in range(3)))
-    return lambda x: net(x).square().mean(), (cut(torch.randn(8192, 64), mesh),)
+    return lambda x: net(x).square().mean(), (partition(torch.randn(8192, 64), mesh),)
 
 
 def mlp(mesh: DeviceMesh) -> Built:
     layers = (nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3))
     net = nn.Sequential(*layers)
-    return lambda x: net(x).square().mean(), (cut(torch.randn(2048, 256), mesh),)
+    return lambda x: net(x).square().mean(), (partition(torch.randn(2048, 256), mesh),)
 
 
 def points(mesh: DeviceMesh) -> Built:
     net = PointTransformer()
-    x, target = cut(torch.randn(11376, 5), mesh), cut(torch.randn(11376), mesh)
+    x, target = partition(torch.randn(11376, 5), mesh), partition(torch.randn(11376), mesh)
     return lambda x, y: relative_l2(net(x), y), (x, target)
 
 
 def weights(mesh: DeviceMesh) -> Built:
-    held = [nn.Parameter(cut(torch.randn(512, 512) / 512**0.5, mesh)) for _ in range(8)]
+    held = [nn.Parameter(partition(torch.randn(512, 512) / 512**0.5, mesh)) for _ in range(8)]
 
     def loss(x: Any, *held: Any) -> Tensor:
         for w in held:
             x = torch.tanh(x @ w.full_tensor().mT)
         return x.square().mean()
 
-    return loss, (cut(torch.randn(1024, 512), mesh), *held)
+    return loss, (partition(torch.randn(1024, 512), mesh), *held)
 
 
 def parallel_products(mesh: DeviceMesh) -> Built:
-    """Hidden features in blocks: what a rank has of them is added up over the ranks."""
-    held = [nn.Parameter(cut(torch.randn(1024, 256) / 16, mesh)) for _ in range(4)]
-    back = [nn.Parameter(cut(torch.randn(256, 1024) / 32, mesh, 1)) for _ in range(4)]
+    """Hidden features sharded: what a rank has of them is added up over the ranks."""
+    held = [nn.Parameter(partition(torch.randn(1024, 256) / 16, mesh)) for _ in range(4)]
+    back = [nn.Parameter(partition(torch.randn(256, 1024) / 32, mesh, 1)) for _ in range(4)]
 
     def loss(x: Any, *held: Any) -> Tensor:
         for first, second in zip(held[:4], held[4:], strict=True):
@@ -112,30 +112,30 @@ def parallel_products(mesh: DeviceMesh) -> Built:
 
 
 def sequence(mesh: DeviceMesh) -> Built:
-    """Causal attention along a sequence in blocks."""
-    qkv = [cut(torch.randn(1, 8, 2048, 64), mesh, 2).requires_grad_() for _ in range(3)]
+    """Causal attention along a sequence sharded."""
+    qkv = [partition(torch.randn(1, 8, 2048, 64), mesh, 2).requires_grad_() for _ in range(3)]
     return lambda q, k, v: nnf.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean(), tuple(qkv)
 
 
 def encoder(mesh: DeviceMesh) -> Built:
-    """Transformer layers; the batch is in blocks."""
+    """Transformer layers; the batch is sharded."""
     layers = (nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(2))
     net = nn.Sequential(*layers)
-    return lambda x: net(x).square().mean(), (cut(torch.randn(14, 128, 128), mesh),)
+    return lambda x: net(x).square().mean(), (partition(torch.randn(14, 128, 128), mesh),)
 
 
 def image(mesh: DeviceMesh) -> Built:
-    """Convolutions over an image whose rows are in blocks."""
+    """Convolutions over an image whose rows are sharded."""
     convolutions = (nn.Conv2d(32, 32, 3, padding=1) for _ in range(3))
     net = nn.Sequential(*(part for c in convolutions for part in (c, nn.ReLU())))
-    return lambda x: net(x).square().mean(), (cut(torch.randn(1, 32, 192, 128), mesh, 2),)
+    return lambda x: net(x).square().mean(), (partition(torch.randn(1, 32, 192, 128), mesh, 2),)
 
 
 def mesh_network(mesh: DeviceMesh) -> Built:
-    """Messages along the edges of a sheet whose nodes are in blocks."""
+    """Messages along the edges of a sheet whose nodes are sharded."""
     source, target = sheet(100, 80)
-    x = cut(torch.randn(8000, 64), mesh)
-    ends = torch.tensor(blocks(8000, mesh.size())).cumsum(0)
+    x = partition(torch.randn(8000, 64), mesh)
+    ends = torch.tensor(shards(8000, mesh.size())).cumsum(0)
     edges = torch.bincount(torch.bucketize(target, ends, right=True), minlength=mesh.size()).tolist()
     parts = [sc.distribute_tensor(e, mesh, [Shard(0)], sharding_shapes={0: edges}) for e in (source, target)]
     return linked, (x, *(sc.link_rows(x, part) for part in parts), parameters(64))
@@ -148,7 +148,7 @@ def experts(mesh: DeviceMesh) -> Built:
         (torch.randn(*shape) / 16).bfloat16().requires_grad_()
         for shape in ((WIDTH, EXPERTS), (on_rank, WIDTH, HIDDEN), (on_rank, HIDDEN, WIDTH))
     )
-    x = cut(torch.randn(1024, WIDTH).bfloat16(), mesh)
+    x = partition(torch.randn(1024, WIDTH).bfloat16(), mesh)
     return lambda *a: routed(*a).float().square().mean(), (x, gate, torch.zeros(EXPERTS), first, second)
 
 
@@ -156,11 +156,11 @@ MODELS: dict[str, Callable[[DeviceMesh], Built]] = {
     "3 linear-attention layers, 8,192 rows": linear_attention,
     "3 wide pairs of layers, 2,048 rows": mlp,
     "the demo's model, 11,376 points": points,
-    "8 layers with weights of 512 in blocks": weights,
-    "4 pairs of layers, hidden features in blocks": parallel_products,
-    "causal attention over 2,048 rows in blocks": sequence,
+    "8 layers with weights of 512 sharded": weights,
+    "4 pairs of layers, hidden features sharded": parallel_products,
+    "causal attention over 2,048 rows sharded": sequence,
     "2 transformer layers, 14 texts of 128": encoder,
-    "3 convolutions over 192 rows in blocks": image,
+    "3 convolutions over 192 rows sharded": image,
     "4 graph layers on 8,000 nodes": mesh_network,
     "16 experts, 1,024 tokens": experts,
 }

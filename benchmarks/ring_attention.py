@@ -1,4 +1,4 @@
-"""Attention whose keys come a block at a time: measured against gathering them and against one rank with all rows
+"""Attention whose keys come a shard at a time: measured against gathering them and against one rank with all rows
 (causal); with `--traced`, how much of the transfer a schedule for GPUs hides (a layer of Llama's sizes)."""
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-def cut_of(ranks: int, rows: int, even: bool) -> list[int]:
+def partition_of(ranks: int, rows: int, even: bool) -> list[int]:
     """Rows of each rank."""
     return (
-        [rows * (r + 1) // ranks - rows * r // ranks for r in range(ranks)] if even else sc.balanced_cut([rows], ranks)
+        [rows * (r + 1) // ranks - rows * r // ranks for r in range(ranks)]
+        if even
+        else sc.balanced_partition([rows], ranks)
     )
 
 
@@ -52,8 +54,8 @@ def measure(ranks: int, rows: int, rounds: int, even: bool) -> tuple[Times, dict
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
     full = [torch.randn(1, HEADS, rows, FEATURES) for _ in range(3)]
-    sizes = cut_of(ranks, rows, even)
-    cut = [sc.distribute_tensor(x, mesh, [Shard(2)], sharding_shapes={0: sizes}).requires_grad_() for x in full]
+    sizes = partition_of(ranks, rows, even)
+    partition = [sc.distribute_tensor(x, mesh, [Shard(2)], sharding_shapes={0: sizes}).requires_grad_() for x in full]
     whole = [x.requires_grad_() for x in full]
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ def measure(ranks: int, rows: int, rounds: int, even: bool) -> tuple[Times, dict
         with sc.config.patch(attention=way):
             compiled(*inputs)
 
-    ways = {"ring": (ring, cut), "gathered": (gathered, cut), "one rank": (alone, whole)}
+    ways = {"ring": (ring, partition), "gathered": (gathered, partition), "one rank": (alone, whole)}
     calls: dict[str, Call] = {}
     peaks: dict[str, int] = {}
     for name, (function, inputs) in ways.items():
@@ -112,23 +114,23 @@ def traced(ranks: int, rows: int, key_heads: int, uneven: bool) -> list[str]:
 
     Args:
         ranks: how many, in a world that is not there.
-        rows: of each rank; in uneven blocks 256 fewer, as many, and 256 more, by turns.
+        rows: of each rank; in uneven shards 256 fewer, as many, and 256 more, by turns.
         key_heads: heads of keys and values.
-        uneven: whether blocks are uneven.
+        uneven: whether shards are uneven.
     """
 
     def build(mesh: DeviceMesh) -> Any:
         sizes = [rows + (256 * (r % 3 - 1) if uneven else 0) for r in range(ranks)]
         with torch.device(mesh.device_type):
-            model, block = Layer(key_heads).bfloat16(), torch.empty(1, sizes[0], 4096, dtype=torch.bfloat16)
-        return model, (sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: sizes}).requires_grad_(),)
+            model, shard = Layer(key_heads).bfloat16(), torch.empty(1, sizes[0], 4096, dtype=torch.bfloat16)
+        return model, (sc.ShardTensor.from_local(shard, mesh, [Shard(1)], {0: sizes}).requires_grad_(),)
 
     with sc.config.patch(attention="ring"):
         report = sc.explain(build, world_size=ranks, device="cuda")
     line = [str(ranks), str(rows), str(key_heads), "uneven" if uneven else "even"]
     for graph in report.graphs:
-        blocks = [c for c in graph.issued if c.kind in ("fetch_block", "return_block")]
-        whole, waited = sum(c.seconds for c in blocks), sum(c.exposed for c in blocks)
+        shards = [c for c in graph.issued if c.kind in ("fetch_shard", "return_shard")]
+        whole, waited = sum(c.seconds for c in shards), sum(c.exposed for c in shards)
         line += [duration(graph.compute), duration(whole), f"{1 - waited / whole:.1%}"]
     return line
 
@@ -138,12 +140,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=[4096])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--even", action="store_true", help="equal blocks instead of balanced ones")
+    parser.add_argument("--even", action="store_true", help="equal shards instead of balanced ones")
     parser.add_argument("--traced", type=int, help="ranks of a world that is not there, for which a layer is traced")
     options = parser.parse_args()
     if options.traced:
         title = "A layer whose keys and values go around a ring: predicted compute and transfer, what of it is hidden"
-        columns = ["ranks", "rows of a rank", "heads of keys", "blocks"]
+        columns = ["ranks", "rows of a rank", "heads of keys", "shards"]
         columns += [f"{side}: {what}" for side in ("forward", "backward") for what in ("compute", "transfer", "hidden")]
         cases = [(heads, uneven) for heads in (8, 32) for uneven in (False, True)]
         print_table(title, columns, [traced(options.traced, 8192, *case) for case in cases])
@@ -153,17 +155,17 @@ def main() -> None:
         for rows in options.rows:
             times, peaks = run_ranks(measure, ranks, ranks, rows, options.rounds, options.even)
             ours, others = times["ring"], (times["gathered"], times["one rank"])
-            block = max(cut_of(ranks, rows, options.even)) * HEADS * FEATURES * 2 * 4
+            shard = max(partition_of(ranks, rows, options.even)) * HEADS * FEATURES * 2 * 4
             lines.append(
                 [
                     *(str(ranks), str(rows), duration(ours)),
                     *(f"{duration(t)}  {ratio(ours, t)}" for t in others),
-                    *(f"{peaks[name] / block:.1f}" for name in ("ring", "gathered")),
+                    *(f"{peaks[name] / shard:.1f}" for name in ("ring", "gathered")),
                 ]
             )
     title = (
         "Causal attention: time of a ring, forward and backward, and of other ways with the ratio to them; what a\n"
-        "forward pass needs at its peak besides its inputs, in the largest rank's block of keys and values"
+        "forward pass needs at its peak besides its inputs, in the largest rank's shard of keys and values"
     )
     columns = ["ranks", "rows", "ring", "keys gathered", "one rank, all rows", "memory: ring", "gathered"]
     print_table(title, columns, lines)

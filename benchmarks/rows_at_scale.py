@@ -7,7 +7,7 @@ decoder on 8,192 tokens a GPU, in bfloat16. Their weights lie over the 8 GPUs of
 attention on each GPU. Over 64, rows go straight, or between nodes first and then within, and tokens may be routed in
 parts. What data parallelism adds up over the nodes is not in the graphs. A graph network is a MeshGraphNet on 16,384
 nodes a GPU, in float32, whose links were made before. Edges lie with their targets. A rank of a surface (2-D) asks for
-512 rows of others, one of a volume (3-D) for 3,872, as blocks of that size do.
+512 rows of others, one of a volume (3-D) for 3,872, as shards of that size do.
 
 `exposed` is the part of the predicted time in which a GPU has nothing to do, without passes and with them.
 """
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.offline import offline_world, trace_step
+from shardcompile.inspect.offline import offline_world, trace_step
 from shardcompile.passes import CostModel, Pipeline, Prices, simulate
 
 RANKS, NODE = 64, 8
@@ -78,7 +78,7 @@ class ExpertLayer(nn.Module):
         return torch.zeros_like(out).index_copy(0, order, out)
 
     def forward(self, x: Any) -> Any:
-        """x: [sequences, rows, width], cut along dim 0."""
+        """x: [sequences, rows, width], sharded along dim 0."""
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 128)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
@@ -95,8 +95,8 @@ class ExpertLayer(nn.Module):
 def experts(shape: Shape, mesh: DeviceMesh, layers: int, parts: int = 1) -> tuple[nn.Module, tuple[Any, ...]]:
     batch, rows = shape.tokens // shape.sequence, [Shard(0)] * mesh.ndim
     model = nn.Sequential(*(ExpertLayer(shape, mesh, parts) for _ in range(layers)))
-    block = torch.randn(batch, shape.sequence, shape.width, dtype=BF16)
-    return model, (sc.ShardTensor.from_local(block, mesh, rows, {0: [batch] * mesh.size()}),)
+    shard = torch.randn(batch, shape.sequence, shape.width, dtype=BF16)
+    return model, (sc.ShardTensor.from_local(shard, mesh, rows, {0: [batch] * mesh.size()}),)
 
 
 # --------------------------------------------------------------------------------------------- graphs
@@ -138,8 +138,8 @@ def links(mesh: DeviceMesh, boundary: int) -> sc.RowLinks:
     """As `link_rows` makes them where each rank asks others for so many rows. Edges lie with their targets."""
 
     def numbers(rows: int) -> Any:
-        block = torch.zeros(rows, dtype=torch.int64)
-        return sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: [rows] * mesh.size()})
+        shard = torch.zeros(rows, dtype=torch.int64)
+        return sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: [rows] * mesh.size()})
 
     asked = torch.zeros(mesh.size(), mesh.size(), dtype=torch.int64, device="cpu")
     return sc.RowLinks(numbers(NODES), asked, numbers(boundary), numbers(boundary), numbers(EDGES))

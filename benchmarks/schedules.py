@@ -29,7 +29,7 @@ from common import duration, print_table
 from torch._inductor.fx_passes import overlap_scheduling
 from torch.fx import Graph, Node
 
-from shardcompile.offline import offline_world
+from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph.collective import Collective, collectives
@@ -198,22 +198,22 @@ class _Estimate:
 def written(ranks: int, group: str, imbalance: str, layers: Sequence[int]) -> Iterator[Result]:
     """Graphs that are written down."""
 
-    def cuts(extent: int, number: int) -> list[int]:
-        return suite.cut(extent, ranks, imbalance, number)
+    def partitions(dim_size: int, number: int) -> list[int]:
+        return suite.partition(dim_size, ranks, imbalance, number)
 
-    place = suite.Place(ranks, 0, group, cuts, "cuda")
-    padded = suite.Place(ranks, 0, group, cuts, "cuda", padded=True)
+    place = suite.Place(ranks, 0, group, partitions, "cuda")
+    padded = suite.Place(ranks, 0, group, partitions, "cuda", padded=True)
     for n in layers:
-        size = suite.Size(n, tokens=suite.balanced_tokens(ranks, cuts))
+        size = suite.Size(n, tokens=suite.balanced_tokens(ranks, partitions))
         for name, write in (("forward", suite.fsdp_forward), ("backward", suite.fsdp_backward)):
             # Torch's padding takes slices by the number of ranks; with many the graphs get too large to wait for.
             other = write(padded, size) if n * ranks <= 64 else None
-            yield measure(f"{n} layers in blocks, {name}", write(place, size), other)
+            yield measure(f"{n} layers sharded, {name}", write(place, size), other)
 
 
 def exchanged(ranks: int, group: str, imbalance: str) -> Iterator[Result]:
     """Experts, and images whose convolutions fetch rows."""
-    place = suite.Place(ranks, 0, group, lambda e, i: suite.cut(e, ranks, imbalance, i), "cuda")
+    place = suite.Place(ranks, 0, group, lambda e, i: suite.partition(e, ranks, imbalance, i), "cuda")
     yield measure("experts, forward", suite.experts_forward(place, suite.Experts()))
     yield measure("experts, backward", suite.experts_backward(place, suite.Experts()))
     yield measure("u-net with halos", suite.unet_forward(place, suite.Images()))
@@ -222,14 +222,14 @@ def exchanged(ranks: int, group: str, imbalance: str) -> Iterator[Result]:
 def captured(ranks: int, imbalance: str, world: Any) -> Iterator[Result]:
     """Graphs that are traced."""
     for build in (suite.point_transformer, suite.demo_step, suite.unet, suite.fsdp_module):
-        graphs = suite.traced(world, build(lambda rows, n: suite.cut(rows, n, imbalance)))
+        graphs = suite.traced(world, build(lambda rows, n: suite.partition(rows, n, imbalance)))
         for side, graph in zip(("forward", "backward"), graphs, strict=False):
             if collectives(graph):  # with a few ranks some have gathered all in the forward pass
                 yield measure(f"{build.__name__}, {side}", graph)
 
 
 def run(worlds: Sequence[int], only: Sequence[str], quick: bool) -> list[Result]:
-    """Measure the suite, a table for each world and cut."""
+    """Measure the suite, a table for each world and sharded."""
     found: list[Result] = []
     imbalances = suite.IMBALANCES[:3:2] if quick else suite.IMBALANCES
     for ranks in worlds:
@@ -241,7 +241,7 @@ def run(worlds: Sequence[int], only: Sequence[str], quick: bool) -> list[Result]
                     results += written(ranks, group, imbalance, [8] if quick else [8, 32])
                 if "experts" in only:
                     results += exchanged(ranks, group, imbalance)
-                # Their blocks are symbols, so that cuts count by their hints only.
+                # Their shards are symbols, so that partitions count by their hints only.
                 if "traced" in only and imbalance in ("even", "1:9"):
                     results += captured(ranks, imbalance, world)
                 report(f"{ranks} ranks, {imbalance}", results)
@@ -310,7 +310,7 @@ def times(targets: Sequence[int]) -> None:
     rows = []
     with offline_world(8) as world:
         group = world.mesh.get_group().group_name
-        place = suite.Place(8, 0, group, lambda e, i: suite.cut(e, 8, "log-normal", i), "cuda")
+        place = suite.Place(8, 0, group, lambda e, i: suite.partition(e, 8, "log-normal", i), "cuda")
         for target in targets:
             graph = suite.fsdp_backward(place, suite.Size(max(round(target / 96), 1), tokens=6144))
             n = len(graph.nodes)
@@ -323,7 +323,7 @@ def times(targets: Sequence[int]) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cuts and layers")
+    parser.add_argument("--quick", action="store_true", help="fewer partitions and layers")
     parser.add_argument("--worlds", type=int, nargs="+", default=[4, 8, 64, 256])
     parser.add_argument("--only", nargs="+", default=["fsdp", "experts", "traced", "times"])
     options = parser.parse_args()

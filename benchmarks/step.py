@@ -57,7 +57,7 @@ def uneven_batches(repetitions: int) -> list[Batch]:
 
 
 def even_batch(batch: Batch) -> Batch:
-    """The same points, cut evenly; those left over are dropped."""
+    """The same points, sharded evenly; those left over are dropped."""
     size = sum(batch.sizes) // RANKS
     rows = slice(0, size * RANKS)
     return replace(batch, sizes=[size] * RANKS, features=batch.features[rows], target=batch.target[rows])
@@ -72,7 +72,7 @@ def dtensor_step(net: nn.Module, mesh: DeviceMesh, compiler: Compiler) -> Step:
     loss_fn = torch.compile(lambda x, y: relative_l2(net(x), y), fullgraph=True, backend=compiler)
 
     def step(batch: Batch) -> Tensor:
-        features, target = (DTensor.from_local(b, mesh, [Shard(0)]) for b in batch.block(mesh.get_local_rank()))
+        features, target = (DTensor.from_local(b, mesh, [Shard(0)]) for b in batch.shard(mesh.get_local_rank()))
         net.zero_grad()
         loss = loss_fn(features, target)
         loss.backward()
@@ -106,7 +106,7 @@ def _run(step: Step, batches: Sequence[Batch]) -> None:
 
 
 def measure(compiler: Compiler, rounds: int) -> dict[str, Any]:
-    """On one rank: the times of one step on uneven points, by repetitions, and on evenly cut ones."""
+    """On one rank: the times of one step on uneven points, by repetitions, and on evenly sharded ones."""
     mesh = init_device_mesh("cpu", (RANKS,))
     net = make_net(0, torch.float32)
     steps = {
@@ -157,7 +157,7 @@ def report(results: dict[str, Any]) -> None:
         [str(points[k]), duration(t["compiled"]), duration(t["DTensor"]), ratio(t["compiled"], t["DTensor"])]
         for k, t in results["even"].items()
     ]
-    print_table("the same on an even cut", ["points", "ShardTensor", "DTensor", "to DTensor"], rows)
+    print_table("the same on an even partition", ["points", "ShardTensor", "DTensor", "to DTensor"], rows)
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
+from shardcompile.inspect import GraphReport
 from shardcompile.passes import default_passes
-from shardcompile.reports import GraphReport
 
 matplotlib.use("svg")
 from matplotlib import pyplot  # after the backend is chosen
@@ -26,15 +26,15 @@ COLOURS = {"compute": "#4c78a8", "communication": "#f58518", "waiting": "#d9d9d9
 
 
 def build(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
-    """Six layers, whose weights lie in uneven blocks and are gathered where they are needed."""
+    """Six layers, whose weights lie in uneven shards and are gathered where they are needed."""
     width, rows = sum(SIZES), 4096
 
-    def block(n: int, sizes: list[int]) -> sc.ShardTensor:
+    def shard(n: int, sizes: list[int]) -> sc.ShardTensor:
         local = torch.zeros(n, width, dtype=torch.bfloat16)
         return sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes})
 
-    weights = [block(SIZES[mesh.get_rank()], SIZES).requires_grad_() for _ in range(6)]
-    x = block(rows, [rows] * len(SIZES))
+    weights = [shard(SIZES[mesh.get_rank()], SIZES).requires_grad_() for _ in range(6)]
+    x = shard(rows, [rows] * len(SIZES))
 
     def step(x: Tensor, *weights: sc.ShardTensor) -> Tensor:
         for weight in weights:

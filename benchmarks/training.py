@@ -4,12 +4,13 @@
                                   [--no-inductor] [--json FILE]
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Traced graphs are those of
-the models in `tests/scale_models.py`, as `shardcompile.offline` gives them. Written ones have Llama-3-8B's shape and 32
-layers (`tests/llama.py`): weights in float32 over all ranks, cast and gathered one by one (1-D); the same over the
-nodes, with tensor parallelism within each (2-D); weights in uneven blocks, log-normal, by our collectives (uneven).
+the models in `tests/scale_models.py`, as `shardcompile.inspect.offline` gives them. Written ones have Llama-3-8B's
+shape and 32 layers (`tests/llama.py`): weights in float32 over all ranks, cast and gathered one by one (1-D); the same
+over the nodes, with tensor parallelism within each (2-D); weights in uneven shards, log-normal, by our collectives
+(uneven).
 
 `bound` is what no order of the graph as it came can beat. `buckets` is what no order can beat whatever shares buckets:
-all bytes, of uneven blocks those of one rank, one latency for each kind of collective and group, and the longest path;
+all bytes, of uneven shards those of one rank, one latency for each kind of collective and group, and the longest path;
 it is of the graph without what is sent twice or not needed. Ratios are bound to time: 1 is optimal. Inductor's overlap
 scheduling is given the same prices and replayed in the same simulator, with its defaults and with the best of several
 settings that keeps to our limit of memory.
@@ -33,7 +34,7 @@ import llama  # isort: skip
 import scale_models  # isort: skip
 import suite  # isort: skip
 
-from shardcompile.offline import offline_world
+from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph.collective import collectives
@@ -53,7 +54,9 @@ def graphs(ranks: int, kind: str, layers: int) -> Iterator[tuple[str, Graph]]:
             shape = llama.Shape(layers, 2 * 8192, words=words)
         else:
             groups, shape = llama.Groups(names[0], ranks), llama.Shape(layers, words=words)
-        place = suite.Place(groups.ranks, 0, groups.weights, lambda e, i: suite.cut(e, ranks, "log-normal", i), "cuda")
+        place = suite.Place(
+            groups.ranks, 0, groups.weights, lambda e, i: suite.partition(e, ranks, "log-normal", i), "cuda"
+        )
         for side, write in (("forward", llama.forward), ("backward", llama.backward)):
             yield side, write(place, shape, groups, kind == "uneven")
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.demo.training import make_net, sharded_step
+from shardcompile.diagnosis import calls
 from shardcompile.testing import LocalRanks, rank
-from shardcompile.watch import calls
 
 WORLD, PAIRS = 2, 300
 SIZES = [700, 324]

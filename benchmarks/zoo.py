@@ -1,4 +1,6 @@
-"""CPU time of the first forward and backward of the zoo's models, compiled: inputs that are cut against plain ones."""
+"""CPU time of the first forward and backward of the zoo's models, compiled: inputs that are sharded against plain
+ones.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from zoo.entry import Entry, Reading
 from zoo.registry import ENTRIES
 
-CASES = ("plain", "symbolic", "cut")  # plain tensors; plain tensors of sizes that are symbols; inputs in uneven blocks
+CASES = (
+    "plain",
+    "symbolic",
+    "partition",
+)  # plain tensors; plain tensors of sizes that are symbols; inputs in uneven shards
 BACKENDS = {"aot_eager": "aot_eager", "shardcompile": "inductor"}  # and what plain tensors are compiled by beside it
 SIZES = [5, 4, 3]
 MEDIAN, WORST = 1.4, 2.0  # bars
@@ -36,28 +42,28 @@ LIMIT = 240  # seconds of a process
 def compile_once(entry: Entry, case: str, backend: str) -> float:
     """CPU seconds of this process; the C++ compiler that Inductor starts is not in them."""
     torch.set_num_threads(1)
-    backend = backend if case == "cut" else BACKENDS[backend]
+    backend = backend if case == "partition" else BACKENDS[backend]
     torch.compile(lambda a: (a.sin() * 2).sum(), backend=backend)(torch.randn(7, requires_grad=True)).backward()
     torch.manual_seed(0)
     model = Reading(entry).float()
     inputs = [x.float() if x.is_floating_point() else x for x in entry.inputs(sum(SIZES))]
-    if case == "cut":
-        inputs = _cut(entry, inputs)
+    if case == "partition":
+        inputs = _partition(entry, inputs)
     step = torch.compile(model, fullgraph=True, backend=backend, dynamic=True if case == "symbolic" else None)
     start = time.process_time()
     step(*inputs).sum().backward()
     return time.process_time() - start
 
 
-def _cut(entry: Entry, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _partition(entry: Entry, inputs: Sequence[Tensor]) -> list[Tensor]:
     """What rank 0 has of the inputs."""
     join_fake_group(len(SIZES))
     mesh = init_device_mesh("cpu", (len(SIZES),))
     placed: list[Tensor] = []
-    for i, (x, dim) in enumerate(zip(inputs, entry.cut, strict=True)):
-        blocks = [size * entry.rows_of(i) for size in SIZES]
-        block = x if dim is None else x.narrow(dim, 0, blocks[0]).clone()
-        placed.append(x if dim is None else ShardTensor.from_local(block, mesh, [Shard(dim)], {0: blocks}))
+    for i, (x, dim) in enumerate(zip(inputs, entry.partition, strict=True)):
+        shards = [size * entry.rows_of(i) for size in SIZES]
+        shard = x if dim is None else x.narrow(dim, 0, shards[0]).clone()
+        placed.append(x if dim is None else ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: shards}))
     return placed
 
 
@@ -110,17 +116,17 @@ def report(found: dict[str, dict[str, float | None]], backend: str) -> None:
     rows: list[list[str]] = []
     ratios: dict[str, list[float]] = {case: [] for case in CASES[:2]}
     for name, seconds in found.items():
-        cut = seconds["cut"]
+        partition = seconds["partition"]
         quotients = []
         for case, quotients_of_case in ratios.items():
             base = seconds[case]
-            if cut is None or base is None:
+            if partition is None or base is None:
                 quotients.append("-")
                 continue
-            quotients_of_case.append(cut / base)
-            quotients.append(ratio(cut, base))
+            quotients_of_case.append(partition / base)
+            quotients.append(ratio(partition, base))
         rows.append([name, *(_text(seconds[case]) for case in CASES), *quotients])
-    columns = ["model", "plain CPU s", "symbolic CPU s", "cut CPU s", "to plain", "to symbolic"]
+    columns = ["model", "plain CPU s", "symbolic CPU s", "sharded CPU s", "to plain", "to symbolic"]
     print_table(f"first forward and backward of the zoo's models by {backend}", columns, rows)
     for case, values in ratios.items():
         if values:

@@ -3,7 +3,7 @@
     torch.compile(model, backend="shardcompile")                      # Inductor and these passes
     torch.compile(model, options=shardcompile.passes.inductor_options())
 
-In their order: chains that others emit for uneven blocks become one collective; what is computed twice, or not needed,
+In their order: chains that others emit for uneven shards become one collective; what is computed twice, or not needed,
 goes; small collectives meet in buckets; what is left is started early and awaited late, and Inductor is made to keep
 that order. No pass is needed for correctness: each takes a valid graph and returns a valid graph that computes the
 same, and each can be switched off by its name.
@@ -20,17 +20,17 @@ from shardcompile.passes.bucket.buckets import (
 )
 from shardcompile.passes.bucket.exchanges import BucketExchanges
 from shardcompile.passes.bucket.lower import LowerEvenGathers
+from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
-from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
-from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
 from shardcompile.passes.cost.calibrate import measure_link
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
-from shardcompile.passes.schedule.hold_order import HoldOrder
+from shardcompile.passes.schedule.control_dependencies import HoldOrder
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.schedule.simulator import Timeline, perfetto, simulate
 
@@ -59,7 +59,7 @@ __all__ = [
     "ReduceThenSlice",
     "ScheduleOverlap",
     "ShareEqualCollectives",
-    "SpreadOwnBlock",
+    "SpreadLocalShard",
     "Step",
     "Timeline",
     "bucket_bound",

@@ -23,13 +23,13 @@ def inductor_options(
 ) -> dict[str, Any]:
     """What to give ``torch.compile(options=...)`` so that Inductor runs the passes.
 
-    Inductor's own overlap passes are off: they price by what a rank holds, so ranks with unequal blocks could order
+    Inductor's own overlap passes are off: they price by what a rank holds, so ranks with unequal shards could order
     their collectives differently. One of the two has to be in charge.
 
     Args:
         passes: in place of `default_passes()`.
         off: names of passes to leave out.
-        foreign: whether to turn the chains that DTensor and others emit for uneven blocks (pad, gather, slice) into one
+        foreign: whether to turn the chains that DTensor and others emit for uneven shards (pad, gather, slice) into one
             collective, which the passes know. The ranks then agree on what is rewritten, over the store of the default
             process group, and compiled code is not cached: all of them have to compile.
         model: the costs by which `default_passes()` decide, the same on every rank, such as measured ones

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from shardcompile import compat, config
-from shardcompile.compat.block_symbols import common_hints
 from shardcompile.compat.compiled import custom_post_passes, leave_note, read_notes_with
+from shardcompile.compat.shard_symbols import common_hints
 from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket.buckets import (
@@ -27,15 +27,15 @@ from shardcompile.passes.bucket.buckets import (
 )
 from shardcompile.passes.bucket.exchanges import BucketExchanges
 from shardcompile.passes.bucket.lower import LowerEvenGathers
+from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
-from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
-from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
-from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
-from shardcompile.passes.schedule.hold_order import HoldOrder, hold_payloads
+from shardcompile.passes.schedule.control_dependencies import HoldOrder, hold_payloads
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
 
@@ -94,7 +94,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         CancelRoundTrips(),
         DropOwnSlice(),
         ReduceThenSlice(),
-        SpreadOwnBlock(),
+        SpreadLocalShard(),
         MergeReductions(model=model),
         BucketAllGathers(model=model),
         BucketAllToAlls(model=model),
@@ -109,7 +109,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
 
 
 def foreign_passes() -> list[Pass]:
-    """The passes that make one collective of chains that others emit for uneven blocks, for the joint graph.
+    """The passes that make one collective of chains that others emit for uneven shards, for the joint graph.
 
     They run before the graph is divided into forward and backward: afterwards a rank may find a half of a chain where
     others find all of it.
@@ -170,11 +170,11 @@ class Pipeline(compat.CustomGraphPass):
         for watcher in watchers:
             watcher.begun(graph)
         seen, passes = None, self.passes
-        few_rows = blocks.have_few_rows(graph)
-        compared = self.is_verified or (self.final and (few_rows or blocks.are_marked(graph)))
-        if few_rows and blocks.ranks_may_differ(graph):
+        few_rows = rank_dependent_sizes.have_few_rows(graph)
+        compared = self.is_verified or (self.final and (few_rows or rank_dependent_sizes.are_marked(graph)))
+        if few_rows and rank_dependent_sizes.ranks_may_differ(graph):
             _LOG.info(
-                "some ranks have no rows or one of blocks whose sizes are known: the graph stays as it was traced"
+                "some ranks have no rows or one of shards whose sizes are known: the graph stays as it was traced"
             )
             passes = [p for p in passes if not isinstance(p, _DECIDING)]
         for graph_pass in passes:
@@ -191,7 +191,7 @@ class Pipeline(compat.CustomGraphPass):
         if not self.final:
             forget_origins(graph)
             if few_rows:
-                blocks.mark(graph)
+                rank_dependent_sizes.mark(graph)
         if compared:
             read_notes_with(_before_first_run)
             leave_note(graph, record_of(graph))

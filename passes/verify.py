@@ -71,7 +71,7 @@ def signature(c: Collective) -> str:
     dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
     words = [a for a in c.arguments._replace(group_name=None) if isinstance(a, str)]
     told = None if c.descriptor.of_one_rank else c.sizes
-    sizes = [] if told is None else ["in blocks of", ",".join(map(str, told))]
+    sizes = [] if told is None else ["sharded of", ",".join(map(str, told))]
     return " ".join([c.kind, *words, dtypes, nbytes, *sizes])
 
 
@@ -184,7 +184,7 @@ def _difference(rank: int, lines: Sequence[str], other_rank: int, others: Sequen
         f"ranks {rank} and {other_rank} have compiled different collectives, and would wait for one another without "
         f"end. They differ from number {same} on (of {len(lines)} and {len(others)}): rank {rank} has {at[0]}; rank "
         f"{other_rank} has {at[1]}. The program, or a pass, takes a decision by what only one rank knows: the rank, "
-        "the size of its block, or its values. Where it is a pass, torch.compile(backend='inductor') does without"
+        "the size of its shard, or its values. Where it is a pass, torch.compile(backend='inductor') does without"
     )
 
 

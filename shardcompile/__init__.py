@@ -2,7 +2,6 @@
 
 import shardcompile.load_torch  # noqa: F401
 from shardcompile import config as config
-from shardcompile import neighbors as neighbors
 from shardcompile.api import distribute_module as distribute_module
 from shardcompile.api import distribute_tensor as distribute_tensor
 from shardcompile.api import empty as empty
@@ -17,12 +16,9 @@ from shardcompile.api import zeros as zeros
 from shardcompile.compat.caches import tag_compiler_caches
 from shardcompile.compat.dynamo import name_backend
 from shardcompile.compat.raised_errors import let_errors_through
-from shardcompile.contexts import context_parallel as context_parallel
 from shardcompile.contractions import einsum as einsum
 from shardcompile.contractions import tensordot as tensordot
 from shardcompile.contractions import transpose as transpose
-from shardcompile.documents import balanced_cut as balanced_cut
-from shardcompile.documents import varlen_attention as varlen_attention
 from shardcompile.errors import CollectiveError as CollectiveError
 from shardcompile.errors import LayoutError as LayoutError
 from shardcompile.errors import PassError as PassError
@@ -30,16 +26,20 @@ from shardcompile.errors import RedistributeError as RedistributeError
 from shardcompile.errors import RuleError as RuleError
 from shardcompile.errors import ShardError as ShardError
 from shardcompile.errors import UnsupportedOpError as UnsupportedOpError
-from shardcompile.graphs import RowLinks as RowLinks
-from shardcompile.graphs import link_rows as link_rows
-from shardcompile.halo import halo_map as halo_map
-from shardcompile.layout import Layout as Layout
-from shardcompile.replicas import check_replicated as check_replicated
-from shardcompile.replicas import sync_module_over_mesh as sync_module_over_mesh
-from shardcompile.reports import capture as capture
-from shardcompile.reports import explain as explain
-from shardcompile.routing import Route as Route
-from shardcompile.routing import route_rows as route_rows
+from shardcompile.inspect import capture as capture
+from shardcompile.inspect import explain as explain
+from shardcompile.parallel import neighbors as neighbors
+from shardcompile.parallel.context_parallel import context_parallel as context_parallel
+from shardcompile.parallel.documents import balanced_partition as balanced_partition
+from shardcompile.parallel.documents import varlen_attention as varlen_attention
+from shardcompile.parallel.gather_plans import RowLinks as RowLinks
+from shardcompile.parallel.gather_plans import link_rows as link_rows
+from shardcompile.parallel.halo import halo_map as halo_map
+from shardcompile.parallel.replicas import check_replicated as check_replicated
+from shardcompile.parallel.replicas import sync_module_over_mesh as sync_module_over_mesh
+from shardcompile.parallel.routing import Route as Route
+from shardcompile.parallel.routing import route_rows as route_rows
+from shardcompile.sharding import Layout as Layout
 from shardcompile.tensor import ShardTensor as ShardTensor
 from shardcompile.visualize import visualize_sharding as visualize_sharding
 

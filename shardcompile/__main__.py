@@ -34,8 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
-        help="train a model on uneven blocks and check the result",
-        description="Trains a point-cloud transformer on finite element solutions that are cut anew at each step, "
+        help="train a model on uneven shards and check the result",
+        description="Trains a point-cloud transformer on finite element solutions that are sharded anew at each step, "
         "checks the result against training in one process, and leaves a report and a picture.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl if there is a GPU for each rank"
     )
     demo.add_argument("--out", type=Path, default=Path("shardcompile-demo"), help="folder for report.txt, picture.png")
-    demo.add_argument("--seed", type=_natural, default=0, help="of samples, cuts and parameters")
+    demo.add_argument("--seed", type=_natural, default=0, help="of samples, partitions and parameters")
     demo.add_argument(
         "--compile-backend",
         choices=["shardcompile", "inductor", "aot_eager", "eager"],
@@ -125,7 +125,7 @@ def _add_op(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "op",
         help="say what happens to an op on sharded tensors",
         description="Prints the record of an op: its rule and its forms with their files, and, for an example of a "
-        "call, what is sent if a tensor is cut along a dim. It is run on ranks that are threads of this process.",
+        "call, what is sent if a tensor is sharded along a dim. It is run on ranks that are threads of this process.",
     )
     op.add_argument("names", nargs="*", metavar="OP", help="as torch.ops names it: aten.cumprod, or one overload of it")
     op.add_argument("--table", action="store_true", help="print the table of docs/operators.md")
@@ -249,7 +249,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     print(f"tracing {name} for {options.world_size} ranks, {options.device} ...", file=sys.stderr)
     # Torch takes seconds, and --help needs none of it.
     from shardcompile.errors import ShardError
-    from shardcompile.reports import explain
+    from shardcompile.inspect import explain
 
     build = getattr(_module_of(Path(path)), name, None)
     if build is None:
@@ -279,7 +279,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # Torch takes seconds, and --help needs none of it.
-    from shardcompile.reports import Report
+    from shardcompile.inspect import Report
 
     try:
         before, after = (Report.from_json(path.read_text()) for path in (options.before, options.after))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import broadcast, receive_block, send_blocks
+from shardcompile.collectives import broadcast, receive_shard, send_shards
 from shardcompile.dispatch import clear_cache
 from shardcompile.errors import LayoutError, RuleError
 from shardcompile.factories import (
@@ -28,8 +28,8 @@ from shardcompile.factories import (
     randn,
     zeros,
 )
-from shardcompile.layout import Cut, Layout, Spec, carrier_of, contiguous_stride, normalize_placements
 from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
+from shardcompile.sharding import Layout, Partition, Spec, carrier_of, contiguous_stride, normalize_placements
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import FromLocal
 from shardcompile.tensor.inputs import agreed_copies, agreed_metadata, as_tuple, check_kind, kind_of
@@ -46,7 +46,7 @@ def scatter_tensor(
     *,
     sharding_shapes: SizesByMeshDim | None = None,
 ) -> ShardTensor:
-    """Spread a tensor that one rank holds. Every other rank receives its own block only.
+    """Spread a tensor that one rank holds. Every other rank receives its local shard only.
 
     Args:
         tensor: the whole tensor on the source rank; ignored elsewhere. One on the device meta gives local shards there.
@@ -56,7 +56,7 @@ def scatter_tensor(
         global_shape: shape of the tensor; announced by the source if not given.
         dtype: element type; announced by the source if not given.
         requires_grad: whether the result is a leaf that wants a gradient.
-        sharding_shapes: from mesh dim to the sizes of all blocks along it; torch.chunk's by default.
+        sharding_shapes: from mesh dim to the all shard sizes along it; torch.chunk's by default.
 
     Raises:
         LayoutError: on every rank: the source is not in the mesh, its tensor is not of the stated shape and dtype, or
@@ -81,7 +81,9 @@ def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...] | None
 
 
 def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
-    """Send each block to one rank, then broadcast it along the mesh dims that replicate; returns this rank's block."""
+    """Send each shard to one rank, then broadcast it along the mesh dims that replicate; returns this rank's local
+    shard.
+    """
     mesh = layout.mesh
     me = tuple(coordinate_here(mesh))
     carrier = carrier_of(layout.dtype)
@@ -93,10 +95,10 @@ def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> 
         if carrier is not held.dtype:
             held = held.view(carrier)
         others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in copies)]
-        send_blocks({int(mesh.mesh[c]): held[layout.block_slices(c)] for c in others})
-        local.copy_(held[layout.block_slices(me)])
+        send_shards({int(mesh.mesh[c]): held[layout.shard_slices(c)] for c in others})
+        local.copy_(held[layout.shard_slices(me)])
     elif all(me[m] == source[m] for m in copies):
-        receive_block(local, int(mesh.mesh[source]))
+        receive_shard(local, int(mesh.mesh[source]))
     for i, mesh_dim in enumerate(copies):
         if all(me[m] == source[m] for m in copies[i + 1 :]):
             local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
@@ -122,9 +124,9 @@ def distribute_tensor(
             no values to send.
         device_mesh: the mesh; the current one by default.
         placements: one for each mesh dim; Replicate by default.
-        src_data_rank: rank in each mesh dim whose data counts; None: every rank takes its block of its own copy,
+        src_data_rank: rank in each mesh dim whose data counts; None: every rank takes its shard of its own copy,
             without communication.
-        sharding_shapes: from mesh dim to the sizes of all blocks along it; torch.chunk's by default.
+        sharding_shapes: from mesh dim to the all shard sizes along it; torch.chunk's by default.
 
     Raises:
         LayoutError: the placements or sizes do not fit, the ranks pass different shapes, or `tensor` is no leaf.
@@ -137,7 +139,7 @@ def distribute_tensor(
     if src_data_rank is None or compat.is_fake_outside_traces(tensor):  # without values all copies are the same
         check_kind("distribute_tensor", kind_of(tensor, leaf=True))
         layout = asked_layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
-        local = tensor.detach()[layout.block_slices(coordinate_here(mesh))].clone(memory_format=torch.contiguous_format)
+        local = tensor.detach()[layout.shard_slices(coordinate_here(mesh))].clone(memory_format=torch.contiguous_format)
         return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
     source = tuple(src_data_rank if n > src_data_rank else 0 for n in mesh.shape)
     now = None if sharded is None else sharded.sharding.describe()
@@ -187,8 +189,8 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
     The decorated function gets the op's arguments. Each tensor is an object that has ``shape``, ``ndim``, ``dtype`` and
     ``layout``. It returns a list of pairs ``(output placements, input placements)`` that are legal along one mesh dim.
-    None stands for an argument that is no tensor. Inputs that are sharded are cut alike, and so are sharded outputs. A
-    rule of ours for the op is replaced.
+    None stands for an argument that is no tensor. Inputs that are sharded are identically sharded, and so are sharded
+    outputs. A rule of ours for the op is replaced.
 
     Args:
         op: an overload, or a list of them.
@@ -240,18 +242,18 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Run a function of plain tensors on the blocks.
+    """Run a function of plain tensors on the shards.
 
     Args:
-        func: gets this rank's blocks, and keyword arguments as they are; returns blocks.
-        out_placements: placements of the result, or a tuple of them for several results. A sharded result takes its cut
-            from the inputs that the same mesh dims cut. All of these must be cut alike.
+        func: gets this rank's shards, and keyword arguments as they are; returns shards.
+        out_placements: placements of the result, or a tuple of them for several results. A sharded result takes its
+            partition from the inputs that the same mesh dims sharded. All of these must be identically sharded.
         in_placements: required placements of each argument, None for what is no sharded tensor.
         device_mesh: the mesh of the result; the inputs' by default.
         redistribute_inputs: bring inputs to `in_placements`, instead of raising if they differ.
 
     Raises:
-        LayoutError: an input is placed otherwise, or the cut of a result does not follow from any input.
+        LayoutError: an input is placed otherwise, or the partition of a result does not follow from any input.
     """
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +274,7 @@ def local_map(
         outs = results if several else (results,)
         targets = out_placements if several else (out_placements,)
         wrapped = tuple(
-            o if p is None else _from_block(o, device_mesh, p, *sources) for o, p in zip(outs, targets, strict=True)
+            o if p is None else _from_shard(o, device_mesh, p, *sources) for o, p in zip(outs, targets, strict=True)
         )
         return wrapped if several else wrapped[0]
 
@@ -295,37 +297,38 @@ def _place(a: ShardTensor, wanted: Sequence[Placement], may_redistribute: bool) 
     return a.redistribute(placements=target)
 
 
-def _cut_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, ...]) -> Cut | None:
-    """The cut of all inputs that these mesh dims cut.
+def _partition_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, ...]) -> Partition | None:
+    """The partition of all inputs that these mesh dims sharded.
 
-    All have to be cut alike: of two cuts one might fit the result's block on this rank, and the other on another rank.
+    All have to be identically sharded: of two shards one might fit the result's shard on this rank, and the other on
+    another rank.
     """
-    found = [c for s in sources for c in s.sharding.cuts if c is not None and c.mesh_dims == mesh_dims]
-    return found[0] if found and all(found[0].same_blocks(c) for c in found) else None
+    found = [c for s in sources for c in s.sharding.partitions if c is not None and c.mesh_dims == mesh_dims]
+    return found[0] if found and all(found[0].same_shards(c) for c in found) else None
 
 
 @torch.compiler.allow_in_graph
-def _from_block(
+def _from_shard(
     local: Tensor, device_mesh: DeviceMesh | None, placements: Sequence[Placement], *sources: ShardTensor
 ) -> ShardTensor:
     mesh = compat.mesh_itself(device_mesh or (sources[0].device_mesh if sources else None))
     wanted = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
-    cuts: list[Any] = [None] * local.ndim
+    partitions: list[Any] = [None] * local.ndim
     coordinate = coordinate_here(mesh)
     for dim in range(local.ndim):
         mesh_dims = tuple(m for m, p in enumerate(wanted) if isinstance(p, Shard) and p.dim == dim)
         if not mesh_dims:
             continue
-        cut = _cut_of_inputs(sources, mesh_dims)
-        if cut is None or cut.local_size(coordinate) != local.shape[dim]:
+        partition = _partition_of_inputs(sources, mesh_dims)
+        if partition is None or partition.local_size(coordinate) != local.shape[dim]:
             raise LayoutError(
-                f"local_map: a result of block shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh "
-                f"dims {mesh_dims}, but the inputs are not all cut so; return to_local() results and use "
+                f"local_map: a result of shard shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh "
+                f"dims {mesh_dims}, but the inputs are not all partition so; return to_local() results and use "
                 "ShardTensor.from_local"
             )
-        cuts[dim], shape[dim] = cut, cut.extent
-    layout = Layout.of(mesh, wanted, shape, local.dtype, cuts)
+        partitions[dim], shape[dim] = partition, partition.size
+    layout = Layout.of(mesh, wanted, shape, local.dtype, partitions)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 

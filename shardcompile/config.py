@@ -17,9 +17,9 @@ tensors on every rank (``replicate``: logged once per op, and again where it gat
 Python warning; ``error``: refused)."""
 
 attention: Literal["auto", "ring", "gather", "heads"] = "auto"
-"""How `scaled_dot_product_attention` runs where the sequence is cut. ``ring``: rows stay. Keys and values come a
-block at a time, the next one under way while one is computed, and again in the backward pass; a rank never holds
-more than two blocks of others. ``gather``: rows of the query stay, each rank gathers the keys and values. ``heads``:
+"""How `scaled_dot_product_attention` runs where the sequence is sharded. ``ring``: rows stay. Keys and values come a
+shard at a time, the next one under way while one is computed, and again in the backward pass; a rank never holds
+more than two shards of others. ``gather``: rows of the query stay, each rank gathers the keys and values. ``heads``:
 each rank takes part of the heads for all rows. ``auto``: what sends the fewest bytes of all but a ring; or a ring of
 at most `ring_steps` ranks where that is predicted to be faster, or the other way holds more than `attention_bytes`.
 Where the way that is set is not possible, it is as if this were ``auto``. `explain` prints which way was taken, and
@@ -46,8 +46,8 @@ compile it."""
 
 watch: bool = os.environ.get("SHARDCOMPILE_WATCH", "1") not in ("", "0")
 """Whether a thread of each rank finds out why its rank waits for long, and ends waits that have no end, see
-`shardcompile.watch`. On unless the environment variable SHARDCOMPILE_WATCH is 0. Read when a process group is used for
-the first time."""
+`shardcompile.diagnosis`. On unless the environment variable SHARDCOMPILE_WATCH is 0. Read when a process group is used
+for the first time."""
 
 
 @contextlib.contextmanager

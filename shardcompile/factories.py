@@ -12,11 +12,11 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardcompile import compat
 from shardcompile.errors import LayoutError, UnsupportedOpError
-from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
-from shardcompile.plan import target_layout
+from shardcompile.planning import target_layout
+from shardcompile.sharding import Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import redistributed
-from shardcompile.tensor.construct import refuse_quantized, stated_cuts
+from shardcompile.tensor.construct import refuse_quantized, stated_partitions
 
 SizesByMeshDim = Mapping[int, Sequence[Any]]
 """Sizes of all shards along a dim, by the mesh dim that shards it."""
@@ -29,13 +29,13 @@ def asked_layout(
     dtype: torch.dtype,
     sharding_shapes: SizesByMeshDim | None,
 ) -> Layout:
-    """The layout that is asked for. Without sizes the cut is torch.chunk's."""
+    """The layout that is asked for. Without sizes the partition is torch.chunk's."""
     wanted = normalize_placements(or_replicate(placements, mesh), mesh, len(shape))
     refuse_quantized(dtype)
     if any(isinstance(p, Partial) for p in wanted):
         raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
     whole = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)
-    return target_layout(whole, wanted, stated_cuts(whole, wanted, sharding_shapes, fixed=False))
+    return target_layout(whole, wanted, stated_partitions(whole, wanted, sharding_shapes, fixed=False))
 
 
 def or_replicate(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
@@ -122,7 +122,7 @@ def allocate(layout: Layout, device: str | None = None) -> Tensor:
 
 
 def _allocate_in_graph(layout: Layout, device: str) -> ShardTensor:
-    """Allocate in a graph for all extents: a step of a redistribution tells the size of the block."""
+    """Allocate in a graph for all sizes: a step of a redistribution tells the size of the shard."""
     one = torch.empty((), dtype=layout.dtype, device=device)
     whole = ShardTensor(one.expand(layout.shape), Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
     taken: ShardTensor = redistributed(whole, layout)
@@ -142,7 +142,7 @@ def _factory(name: str) -> Callable[..., ShardTensor]:
     ) -> ShardTensor:
         if layout is not torch.strided:
             raise UnsupportedOpError(
-                f"a factory of sharded tensors was asked for layout={layout}; blocks are dense: leave it out, or pass "
+                f"a factory of sharded tensors was asked for layout={layout}; shards are dense: leave it out, or pass "
                 "torch.strided"
             )
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile import neighbors
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.errors import refusal
-from shardcompile.layout import Spec
-from shardcompile.replicas import sync_module_over_mesh as sync_module_over_mesh
+from shardcompile.parallel import neighbors
+from shardcompile.parallel.replicas import sync_module_over_mesh as sync_module_over_mesh
 from shardcompile.sharded import layout_if_sharded
+from shardcompile.sharding import Spec
 from shardcompile.tensor import ShardTensor as ShardTensor
 from shardcompile.tensor.promotion import TensorPromotionMode as TensorPromotionMode
 

@@ -1,4 +1,4 @@
-"""Carrying out a plan on this rank's block."""
+"""Carrying out a plan on this rank's local shard."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions
-from shardcompile.collectives.blocks import dense_copy
+from shardcompile.collectives import Decoded, Pending, local_shape_of, reductions, shard_size
+from shardcompile.collectives.all_to_all import ALL_TO_ALL_V, AllToAllV
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V, AllGatherV, ReduceScatterV
-from shardcompile.collectives.own_blocks import TAKE_BLOCK, TakeBlock
+from shardcompile.collectives.local_shards import TAKE_SHARD, TakeShard
 from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
-from shardcompile.collectives.stretches import REGROUP_ROWS, Regroup
-from shardcompile.collectives.turns import ALL_TO_ALL_V, AllToAllV
-from shardcompile.layout import Apart, Cut, GroupCut, Layout, neighbouring
-from shardcompile.plan import Plan, Step
+from shardcompile.collectives.segment_exchange import REGROUP_ROWS, Regroup
+from shardcompile.collectives.shards import dense_copy
+from shardcompile.planning import Plan, Step
+from shardcompile.sharding import Apart, GroupPartition, Layout, Partition, neighbouring
 
 
 def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
-    """Bring this rank's block from the plan's source layout to its target layout.
+    """Bring this rank's local shard from the plan's source layout to its target layout.
 
     Args:
         plan: from `find_plan`.
-        local: this rank's block in the layout `plan.src`.
+        local: this rank's local shard in the layout `plan.src`.
         async_op: leave the last collective for the caller to wait for.
     """
     if plan.parts:
@@ -36,8 +36,8 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
     if plan.apart is not None:
         return _run_apart(plan, plan.apart, local)
     for step in plan.steps:
-        if step.kind == "take_block":
-            local = _take_block(step, local)
+        if step.kind == "take_shard":
+            local = _take_shard(step, local)
             continue
         if step.kind == "all_reduce" and step.src.mesh.shape[step.mesh_dim] == 1:
             local = local.clone()  # the only term
@@ -49,16 +49,16 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
 
 
 def _run_apart(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
-    """The steps of a plan for a block with dims apart, which are put together again afterwards."""
+    """The steps of a plan for a shard with dims apart, which are put together again afterwards."""
     if not plan.steps:
         return local
     src, dst = apart.layout(plan.src), apart.layout(plan.dst)
     moved = run_plan(Plan(src, dst, plan.steps), _reshape(local, apart.shape(local.shape)))
-    return _reshape(moved, block_shape(plan.dst))
+    return _reshape(moved, local_shape_of(plan.dst))
 
 
 def _reshape(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
-    """In a trace `reshape` asks for the sizes of blocks."""
+    """In a trace `reshape` asks for the shard sizes."""
     return torch.ops.aten.view.default(dense_copy(x), list(shape))
 
 
@@ -86,26 +86,28 @@ def _coordinate(layout: Layout) -> Sequence[int]:
     return coordinate
 
 
-def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Cut]:
+def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Partition]:
     placement = layout.placements[mesh_dim]
     assert isinstance(placement, Shard)
-    return placement.dim, layout.cut_of(placement.dim)
+    return placement.dim, layout.partition_of(placement.dim)
 
 
-def _size(cut: Cut, layout: Layout) -> int | torch.SymInt:
-    """Size of this rank's block; also of a cut that a trace knows only as the outer part of a nested one."""
-    if cut.blocks is not None and compat.is_traced() and cut.is_even:
-        return cut.blocks[0]  # the graph does not depend on the rank
-    return block_size(cut, layout.mesh)
+def _size(partition: Partition, layout: Layout) -> int | torch.SymInt:
+    """Size of this rank's local shard; also of a partition that a trace knows only as the outer part of a nested
+    one.
+    """
+    if partition.shards is not None and compat.is_traced() and partition.is_even:
+        return partition.shards[0]  # the graph does not depend on the rank
+    return shard_size(partition, layout.mesh)
 
 
-def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
-    cut = layout.cuts[dim]
-    return layout.shape[dim] if cut is None else _size(cut, layout)
+def _size_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
+    partition = layout.partitions[dim]
+    return layout.shape[dim] if partition is None else _size(partition, layout)
 
 
-def _ref(cut: Cut, layout: Layout) -> GroupCut:
-    return cut.group_ref(_coordinate(layout))
+def _ref(partition: Partition, layout: Layout) -> GroupPartition:
+    return partition.group_ref(_coordinate(layout))
 
 
 def _group(step: Step) -> str:
@@ -113,9 +115,9 @@ def _group(step: Step) -> str:
 
 
 def _all_gather(step: Step, x: Tensor) -> Pending:
-    dim, cut = _shard_dim(step.src, step.mesh_dim)
-    total = _extent_after_gather(step.dst, dim)
-    return ALL_GATHER_V.start(AllGatherV(x, dim, total, _ref(cut, step.src), _group(step)))
+    dim, partition = _shard_dim(step.src, step.mesh_dim)
+    total = _size_after_gather(step.dst, dim)
+    return ALL_GATHER_V.start(AllGatherV(x, dim, total, _ref(partition, step.src), _group(step)))
 
 
 def _all_reduce(step: Step, x: Tensor) -> Pending | Decoded:
@@ -127,48 +129,48 @@ def _all_reduce(step: Step, x: Tensor) -> Pending | Decoded:
 def _reduce_scatter(step: Step, x: Tensor) -> Pending:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
-    dim, cut = _shard_dim(step.dst, step.mesh_dim)
-    block = _size(cut, step.dst)
-    arguments = ReduceScatterV(x, dim, block, placement.reduce_op, _ref(cut, step.dst), _group(step))
+    dim, partition = _shard_dim(step.dst, step.mesh_dim)
+    shard = _size(partition, step.dst)
+    arguments = ReduceScatterV(x, dim, shard, placement.reduce_op, _ref(partition, step.dst), _group(step))
     return REDUCE_SCATTER_V.start(arguments)
 
 
 def _all_to_all(step: Step, x: Tensor) -> Pending:
-    src_dim, src_cut = _shard_dim(step.src, step.mesh_dim)
-    dst_dim, dst_cut = _shard_dim(step.dst, step.mesh_dim)
-    total = _extent_after_gather(step.dst, src_dim)
-    block = _size(dst_cut, step.dst)
-    src, dst = _ref(src_cut, step.src), _ref(dst_cut, step.dst)
-    return ALL_TO_ALL_V.start(AllToAllV(x, src_dim, dst_dim, total, block, src, dst, _group(step)))
+    src_dim, src_partition = _shard_dim(step.src, step.mesh_dim)
+    dst_dim, dst_partition = _shard_dim(step.dst, step.mesh_dim)
+    total = _size_after_gather(step.dst, src_dim)
+    shard = _size(dst_partition, step.dst)
+    src, dst = _ref(src_partition, step.src), _ref(dst_partition, step.dst)
+    return ALL_TO_ALL_V.start(AllToAllV(x, src_dim, dst_dim, total, shard, src, dst, _group(step)))
 
 
 def _fetch_ranges(step: Step, x: Tensor) -> Pending:
-    dim, src_cut = _shard_dim(step.src, step.mesh_dim)
-    _, dst_cut = _shard_dim(step.dst, step.mesh_dim)
-    outer = dst_cut.coarsen()
+    dim, src_partition = _shard_dim(step.src, step.mesh_dim)
+    _, dst_partition = _shard_dim(step.dst, step.mesh_dim)
+    outer = dst_partition.coarsen()
     total = step.dst.shape[dim] if outer is None else _size(outer, step.dst)
-    block = _size(dst_cut, step.dst)
-    src, dst = _ref(src_cut, step.src), _ref(dst_cut, step.dst)
-    return FETCH_RANGES.start(Ranges(x, dim, total, block, src, dst, [], None, _group(step)))
+    shard = _size(dst_partition, step.dst)
+    src, dst = _ref(src_partition, step.src), _ref(dst_partition, step.dst)
+    return FETCH_RANGES.start(Ranges(x, dim, total, shard, src, dst, [], None, _group(step)))
 
 
 def _regroup_rows(step: Step, x: Tensor) -> Pending:
     dim, src = _shard_dim(step.src, step.mesh_dim)
-    dst = step.dst.cut_of(dim)
+    dst = step.dst.partition_of(dim)
     held, wanted = _ref(neighbouring(src), step.src), _ref(neighbouring(dst), step.dst)
-    total, block = step.dst.shape[dim], _size(dst, step.dst)
-    return REGROUP_ROWS.start(Regroup(x, dim, total, block, held, wanted, src.runs, dst.runs, _group(step)))
+    total, shard = step.dst.shape[dim], _size(dst, step.dst)
+    return REGROUP_ROWS.start(Regroup(x, dim, total, shard, held, wanted, src.runs, dst.runs, _group(step)))
 
 
-def _take_block(step: Step, x: Tensor) -> Tensor:
-    dim, cut = _shard_dim(step.dst, step.mesh_dim)
-    block = _size(cut, step.dst)
+def _take_shard(step: Step, x: Tensor) -> Tensor:
+    dim, partition = _shard_dim(step.dst, step.mesh_dim)
+    shard = _size(partition, step.dst)
     rows = x.shape[dim]
     if isinstance(x.stride(dim), int) and x.stride(dim) == 0 and not (isinstance(rows, int) and rows <= 1):
         # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it. A dim of one row may
-        # have that stride as well; in a trace it is not known that a block has no more.
-        return x.narrow(dim, 0, block).clone(memory_format=torch.contiguous_format)
-    return TAKE_BLOCK.call(TakeBlock(x, dim, block, _ref(cut, step.dst), _group(step)))  # type: ignore[no-any-return]
+        # have that stride as well; in a trace it is not known that a shard has no more.
+        return x.narrow(dim, 0, shard).clone(memory_format=torch.contiguous_format)
+    return TAKE_SHARD.call(TakeShard(x, dim, shard, _ref(partition, step.dst), _group(step)))  # type: ignore[no-any-return]
 
 
 _RUNNERS: dict[str, Callable[[Step, Tensor], Pending | Decoded]] = {

@@ -1,6 +1,6 @@
 """The typed base of sharded tensors: what is known of them below the class itself.
 
-Ops are carried out on a spec and a block. How the class is taken apart by the compiler, and what it offers to users, is
+Ops are carried out on a spec and a shard. How the class is taken apart by the compiler, and what it offers to users, is
 in `shardcompile.tensor`.
 """
 
@@ -13,16 +13,16 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from shardcompile.layout import Layout, Spec
+from shardcompile.sharding import Layout, Spec
 
 
 class Copied(Protocol):
-    """The block of a view that had to be copied, and follows what it is a view of."""
+    """The shard of a view that had to be copied, and follows what it is a view of."""
 
-    block: Tensor
+    shard: Tensor
 
     def current(self) -> Tensor:
-        """The block, made again if it is out of date."""
+        """The shard, made again if it is out of date."""
 
     def state(self) -> object:
         """What changes with every write to what is viewed."""
@@ -31,20 +31,20 @@ class Copied(Protocol):
         """Whether this is a view of a tensor, or a view of a view of it."""
 
     def write_back(self, view: Sharded) -> None:
-        """Write the block into what is viewed."""
+        """Write the shard into what is viewed."""
 
     def check_writable(self, op: object) -> None:
         """Raise before anything is written that could not be written back."""
 
 
 class Sharded(torch.Tensor):
-    """A tensor of the global shape whose blocks lie on the ranks of a mesh.
+    """A tensor of the global shape whose shards lie on the ranks of a mesh.
 
     Attributes:
         _spec: its layout and its strides.
-        _local_tensor: this rank's block, in the order of dims that the strides state.
-        _in_flight: the block while it is on its way; waited for when the block is first asked for.
-        _copied: for a view that a block cannot hold.
+        _local_tensor: this rank's local shard, in the order of dims that the strides state.
+        _in_flight: the shard while it is on its way; waited for when the shard is first asked for.
+        _copied: for a view that a shard cannot hold.
         _views: views of it that autograd knows, while they are there.
         _followers: copied views of it.
         _align_grad: whether its gradient has still to be told to come in its layout.
@@ -60,15 +60,15 @@ class Sharded(torch.Tensor):
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> Self:
-        """The sharded tensor of a block."""
+        """The sharded tensor of a shard."""
         raise NotImplementedError
 
     def _stand_in(self) -> Self:
-        """Another wrapper of the same block."""
+        """Another wrapper of the same shard."""
         raise NotImplementedError
 
     def _turn_into(self, other: Self) -> None:
-        """Take over block and layout of another one."""
+        """Take over shard and layout of another one."""
         raise NotImplementedError
 
     def full_tensor(self) -> Tensor:
@@ -86,8 +86,8 @@ def layout_if_sharded(x: object) -> Layout | None:
     return x._spec.layout if isinstance(x, Sharded) else None
 
 
-def block_of(x: Tensor) -> Tensor:
-    """This rank's block of a sharded tensor; a plain one is its own, the same on every rank."""
+def shard_of(x: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; a plain one is its own, the same on every rank."""
     return x._local_tensor if isinstance(x, Sharded) else x
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from shardcompile.layout import Layout
+from shardcompile.sharding import Layout
 from shardcompile.tensor import ShardTensor
 
 
 def visualize_sharding(x: ShardTensor | Layout) -> str:
-    """A table of the blocks: which rank holds which rows of which dim. Also printed, by rank 0 of the mesh.
+    """A table of the shards: which rank holds which rows of which dim. Also printed, by rank 0 of the mesh.
 
     Args:
         x: a sharded tensor, or its layout.
@@ -17,7 +17,7 @@ def visualize_sharding(x: ShardTensor | Layout) -> str:
     layout = x if isinstance(x, Layout) else x.sharding
     lines = [layout.describe()]
     for coordinate in itertools.product(*[range(n) for n in layout.mesh.shape]):
-        slices = ", ".join(f"{s.start}:{s.stop}" for s in layout.block_slices(coordinate))
+        slices = ", ".join(f"{s.start}:{s.stop}" for s in layout.shard_slices(coordinate))
         lines.append(f"  {coordinate}  [{slices}]  {tuple(layout.local_shape(coordinate))}")
     text = "\n".join(lines)
     coordinate_here = getattr(layout.mesh, "get_coordinate", lambda: None)()

@@ -12,8 +12,8 @@ on every rank, or as a finding, which is shrunk to a few lines that can be run:
     from fuzz import Input, Program
     Program((3,), [Input("a0", (3, 2), "S(0)", {0: [3, 0, 0]}, grad=True)], ["v0 = a0.cumsum(0)"]).check()
 
-Compiled programs are called again with other cuts of the same extents, and with other extents where plain PyTorch knows
-them, and one graph has to serve all cuts.
+Compiled programs are called again with other partitions of the same sizes, and with other sizes where plain PyTorch knows
+them, and one graph has to serve all partitions.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from view_writes import stored
 
 from shardcompile import ShardTensor, errors
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.layout import Cut
+from shardcompile.sharding import Partition
 from shardcompile.testing import LocalRanks, once
 from shardcompile.testing.arrange import lay_out, seed_of, with_bits_to_spare
 from shardcompile.testing.compare import difference
-from shardcompile.testing.meetings import MeetingError
-from shardcompile.testing.trial import block_problems, describe_value, largest_share
-from shardcompile.testing.turns import RanksWaitError
+from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.scheduler import RanksWaitError
+from shardcompile.testing.trial import describe_value, largest_share, shard_problems
 
 RIGHT, REFUSED = "right", "refused"
 HALF, NEAR_IN_HALF = "bfloat16", 0.1
@@ -74,12 +74,12 @@ class Input:
         name: as lines have it.
         shape: global.
         layout: placements in short, such as ``"S(0) P(sum)"``, or ``"plain"``.
-        sizes: of blocks, by mesh dim, as ``sharding_shapes`` takes them.
+        sizes: of shards, by mesh dim, as ``sharding_shapes`` takes them.
         dtype: of the elements.
         grad: whether it wants a gradient.
         seed: from which its values follow.
-        ways: in which ranks store their blocks, see `view_writes.stored`; the first rank takes the first.
-        inferred: whether sizes are inferred from blocks instead of stated.
+        ways: in which ranks store their shards, see `view_writes.stored`; the first rank takes the first.
+        inferred: whether sizes are inferred from shards instead of stated.
     """
 
     name: str
@@ -106,11 +106,11 @@ class Input:
         full = full.detach()
         if self.layout == "plain":
             return full.clone().requires_grad_(self.grad)
-        block = lay_out(full, mesh, placements_of(self.layout), self.sizes, self.seed)._local_tensor
-        if block.ndim:
-            block = stored(block, self.ways[mesh.get_rank() % len(self.ways)])
+        shard = lay_out(full, mesh, placements_of(self.layout), self.sizes, self.seed)._local_tensor
+        if shard.ndim:
+            shard = stored(shard, self.ways[mesh.get_rank() % len(self.ways)])
         sizes: Any = "infer" if self.inferred else self.sizes
-        x = ShardTensor.from_local(block, mesh, placements_of(self.layout), sizes, global_shape=self.shape)
+        x = ShardTensor.from_local(shard, mesh, placements_of(self.layout), sizes, global_shape=self.shape)
         return x.detach().requires_grad_(self.grad)
 
 
@@ -144,7 +144,7 @@ class Program:
     """Inputs and lines.
 
     Attributes:
-        mesh: extents of the mesh.
+        mesh: sizes of the mesh.
         inputs: in order.
         lines: in order.
         refused: whether plain PyTorch refuses the last line.
@@ -360,7 +360,7 @@ def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
         if got is not want:
             raise _Wrong(f"{name}: expected {describe_value(want)}, got {describe_value(got)}")
         return
-    if problems := block_problems(got):
+    if problems := shard_problems(got):
         raise _Wrong(f"{name}: {problems[0]}")
     if tuple(got.shape) != tuple(want.shape):
         raise _Wrong(f"{name}: shape {tuple(got.shape)}, plain {tuple(want.shape)}")
@@ -394,7 +394,7 @@ def _end(stage: str, error: BaseException) -> End:
     if isinstance(error, (RanksWaitError, MeetingError)):
         return End("waits", stage, text, trace)
     if "add up to" in text or "its layout says" in text:
-        return End("internal", stage, text, trace)  # a collective that was given other blocks than it was told of
+        return End("internal", stage, text, trace)  # a collective that was given other shards than it was told of
     by_name = any(f"{name}{then}" in text for name in _REFUSALS for then in "(:")  # compilers put it into their own
     if isinstance(error, errors.ShardError) or by_name or any(told in text for told in _REFUSED_BY_TORCH):
         return End(REFUSED, stage, text, trace)
@@ -525,7 +525,7 @@ def run_compiled_on_rank(
         before = once(graphs_compiled)
         for number, (program, want) in enumerate(zip(programs, expected, strict=True)):
             stage = f"call {number}"
-            dist.barrier()  # ranks share the function: a rank that is ahead would have it compiled for the next extents
+            dist.barrier()  # ranks share the function: a rank that is ahead would have it compiled for the next sizes
             leaves = {i.name: i.on(mesh, i.full()) for i in program.inputs}
             values = run(*leaves.values())
             near = _nearness(program)
@@ -536,7 +536,7 @@ def run_compiled_on_rank(
             want = dataclasses.replace(want, second=None)
             _compare_gradients(leaves, {g: values[g] for g in want.goals}, want, near, compiled=True)
             counts.append(once(graphs_compiled) - before)
-        # The first change of sizes may compile once more, and so may that of extents.
+        # The first change of sizes may compile once more, and so may that of sizes.
         if counts[1] != counts[2] or counts[2] > 2 or counts[-1] > counts[min(3, len(counts) - 1)] or counts[-1] > 3:
             return End("graphs", f"after {len(counts)} calls", str(counts))
     except Exception as error:
@@ -610,7 +610,7 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
 def _judge_eager(ranks: LocalRanks, program: Program, expected: Expected) -> Found:
     """Of an eager run.
 
-    Where torch's fake kernel and its kernel store a result differently, as they may where an extent is 1, either is
+    Where torch's fake kernel and its kernel store a result differently, as they may where an size is 1, either is
     right: the former stores it so in compiled functions.
     """
     found = _together(ranks(run_on_rank, program, expected, timeout=60))
@@ -681,17 +681,17 @@ def _together(ends: Sequence[End]) -> Found:
 
 def _is_chunked(sizes: Sequence[int], mesh: Sequence[int]) -> bool:
     parts = mesh if len(sizes) == math.prod(mesh) else (len(sizes),)
-    return tuple(sizes) == Cut.chunk(range(len(parts)), parts, sum(sizes)).sizes
+    return tuple(sizes) == Partition.chunk(range(len(parts)), parts, sum(sizes)).sizes
 
 
 def others(program: Program) -> list[Program]:
-    """The same lines with other cuts of the same extents, and with other extents where plain PyTorch knows them."""
+    """The same lines with other partitions of the same sizes, and with other sizes where plain PyTorch knows them."""
     rng = random.Random(seed_of(program.lines))
 
-    def cut(inputs: Sequence[Input]) -> list[Input]:
-        """Inputs that are cut alike stay so, and others do not: which cuts are the same is part of a program.
+    def partition(inputs: Sequence[Input]) -> list[Input]:
+        """Inputs that are identically sharded stay so, and others do not: which partitions are the same is part of a program.
 
-        So is which of them are as torch.chunk cuts, since a trace may compare them with such a cut that is no input's.
+        So is which of them are as torch.chunk partitions, since a trace may compare them with such a partition that is no input's.
         """
         made: dict[Any, list[int]] = {}
 
@@ -701,7 +701,7 @@ def others(program: Program) -> list[Program]:
                 return same and new != old and new not in made.values()
 
             any_other = draw()
-            instead = old if sum(old) == sum(any_other) else any_other  # a dim of one row has few other cuts
+            instead = old if sum(old) == sum(any_other) else any_other  # a dim of one row has few other partitions
             new = next((new for new in (draw() for _ in range(30)) if fits(new)), instead)
             return made.setdefault((tuple(old), sum(new)), new)
 
@@ -712,13 +712,13 @@ def others(program: Program) -> list[Program]:
 
         return [one(i) for i in inputs]
 
-    found = [dataclasses.replace(program, inputs=cut(program.inputs)) for _ in range(2)]
+    found = [dataclasses.replace(program, inputs=partition(program.inputs)) for _ in range(2)]
     if any("{" in line for line in program.lines):
-        return found  # sizes are stated, for these extents
-    extents = {e: e + rng.randint(1, 3) for i in program.inputs for e in i.shape if e > 1}
+        return found  # sizes are stated, for these sizes
+    dim_sizes = {e: e + rng.randint(1, 3) for i in program.inputs for e in i.shape if e > 1}
     for _ in range(2):
-        wider = [dataclasses.replace(i, shape=tuple(extents.get(e, e) for e in i.shape)) for i in program.inputs]
-        other = dataclasses.replace(program, inputs=cut(wider))
+        wider = [dataclasses.replace(i, shape=tuple(dim_sizes.get(e, e) for e in i.shape)) for i in program.inputs]
+        other = dataclasses.replace(program, inputs=partition(wider))
         try:
             other.expect(True)
         except Unfit:
@@ -762,15 +762,15 @@ def draw(seed: int, shortest: int = 10, longest: int = 25, compiled: bool = Fals
 
 
 def _draw_inputs(rng: random.Random, mesh: tuple[int, ...]) -> list[Input]:
-    def extent() -> int:
+    def size() -> int:
         return rng.choice([0, 1, 1, *range(2, 8), *range(2, 8)])
 
-    base = tuple(extent() for _ in range(rng.choice([1, 2, 2, 3, 3])))
+    base = tuple(size() for _ in range(rng.choice([1, 2, 2, 3, 3])))
     dtype = "float64" if rng.random() < 0.93 else "float32"
 
     def other() -> tuple[int, ...]:
         likes = [base, base[rng.randrange(len(base)) :], tuple(1 if rng.random() < 0.4 else e for e in base)]
-        factor, anything = (base[-1], rng.randint(1, 5)), tuple(extent() for _ in range(rng.randint(0, 3)))
+        factor, anything = (base[-1], rng.randint(1, 5)), tuple(size() for _ in range(rng.randint(0, 3)))
         return rng.choice([*likes, factor, anything])
 
     shapes = [base, *(other() for _ in range(rng.randint(1, 3)))]

@@ -63,9 +63,9 @@ def to(x: Tensor, placements: str, sizes: Any = None) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The full value as a plain tensor; an expanded one row by row, since blocks that are gathered are not expanded.
+    """The full value as a plain tensor; an expanded one row by row, since shards that are gathered are not expanded.
 
-    One with an extent of 1 is stored row by row as well. What is gathered has other strides along it, which mean nothing,
+    One with an size of 1 is stored row by row as well. What is gathered has other strides along it, which mean nothing,
     but kernels read them to order the dims of their results.
     """
     rows = any(isinstance(n, int) and n == 1 for n in x.shape)
@@ -150,8 +150,8 @@ class Draw:
     Attributes:
         rng: of the seed.
         values: plain and full, by name.
-        mesh: extents of the mesh.
-        stated: whether redistributions may state sizes, which ties the program to its extents.
+        mesh: sizes of the mesh.
+        stated: whether redistributions may state sizes, which ties the program to its sizes.
     """
 
     def __init__(self, rng: random.Random, values: dict[str, Tensor], mesh: tuple[int, ...], stated: bool) -> None:
@@ -179,7 +179,7 @@ class Draw:
         raise NoFit
 
     def dim(self, x: str, least: int = 0) -> int:
-        """A dim whose extent is at least `least`, counted from the first or from the last."""
+        """A dim whose size is at least `least`, counted from the first or from the last."""
         value = self.values[x]
         dims = [d for d in range(value.ndim) if value.shape[d] >= least]
         if not dims:
@@ -191,21 +191,21 @@ class Draw:
         """A number, both ends included."""
         return self.rng.randint(low, max(low, high))
 
-    def slice(self, extent: int) -> str:
+    def slice(self, size: int) -> str:
         """A slice, often one that counts from the end or reaches beyond it."""
         rng = self.rng
-        ends = ["", "", *map(str, (rng.randint(0, extent), -rng.randint(1, extent + 2), extent + 2))]
+        ends = ["", "", *map(str, (rng.randint(0, size), -rng.randint(1, size + 2), size + 2))]
         step = rng.choice(["", "", "", ":2", ":3"])
         return f"{rng.choice(ends)}:{rng.choice(ends)}{step}"
 
-    def index(self, extent: int) -> str:
+    def index(self, size: int) -> str:
         """Places along a dim as a plain tensor, or out of a value."""
-        if extent == 0:
+        if size == 0:
             raise NoFit
         ints = [n for n, x in self.values.items() if x.dtype is torch.int64 and x.ndim >= 1]
         if ints and self.rng.random() < 0.5:
-            return f"{self.rng.choice(ints)}.reshape(-1).remainder({extent})"
-        return f"torch.tensor({[self.rng.randrange(extent) for _ in range(self.rng.randint(0, 5))]}, dtype=torch.int64{_THERE})"
+            return f"{self.rng.choice(ints)}.reshape(-1).remainder({size})"
+        return f"torch.tensor({[self.rng.randrange(size) for _ in range(self.rng.randint(0, 5))]}, dtype=torch.int64{_THERE})"
 
 
 def _broadcasts(a: Tensor, b: Tensor) -> bool:
@@ -244,7 +244,7 @@ def _binary(text: str) -> Maker:
 
 
 def _along(text: str, least: int = 0, ndim: int = 1) -> Maker:
-    """An op with a dim, ``D``, and perhaps a number from 1 to its extent, ``N``."""
+    """An op with a dim, ``D``, and perhaps a number from 1 to its size, ``N``."""
 
     def make(d: Draw) -> str:
         x = d.x(ndim)
@@ -273,12 +273,12 @@ def _over(text: str) -> Maker:
 def _sliced(d: Draw) -> str:
     x = d.x(1)
     parts: list[str] = []
-    for extent in d.values[x].shape[: d.int(1, d.values[x].ndim)]:
+    for size in d.values[x].shape[: d.int(1, d.values[x].ndim)]:
         kind = d.rng.random()
-        if kind < 0.15 and extent:
-            parts.append(str(d.rng.randrange(-extent, extent)))
+        if kind < 0.15 and size:
+            parts.append(str(d.rng.randrange(-size, size)))
         else:
-            parts.append(":" if kind < 0.4 else d.slice(extent))
+            parts.append(":" if kind < 0.4 else d.slice(size))
         if d.rng.random() < 0.08:
             parts.append("None")
     if d.rng.random() < 0.1:
@@ -327,15 +327,15 @@ def _dims_joined(d: Draw) -> str:
 def _dim_split(d: Draw) -> str:
     x = d.x(1, lambda t: t.ndim < MOST_DIMS)
     dim = d.dim(x, 1)
-    extent = d.values[x].shape[dim]
-    factor = d.rng.choice([n for n in range(1, extent + 1) if extent % n == 0])
-    return f"{x}.unflatten({dim}, {[factor, extent // factor]})"
+    size = d.values[x].shape[dim]
+    factor = d.rng.choice([n for n in range(1, size + 1) if size % n == 0])
+    return f"{x}.unflatten({dim}, {[factor, size // factor]})"
 
 
 def _small_view(d: Draw) -> str:
     x = d.x(1)
     dim, ndim = d.dim(x), d.values[x].ndim
-    extent = d.values[x].shape[dim]
+    dim_size = d.values[x].shape[dim]
     choices = [f"{x}.squeeze()", f"{x}.squeeze({dim})", f"{x}.detach()", f"{x}.chunk({d.int(1, 4)}, {dim})[-1]"]
     if ndim < MOST_DIMS:
         choices.append(f"{x}.unsqueeze({d.int(-1, ndim)})")
@@ -343,10 +343,10 @@ def _small_view(d: Draw) -> str:
         choices.append(
             f"{x}.diagonal({d.int(-2, 2)}, {dim}, {d.rng.choice([e for e in range(ndim) if e != dim % ndim])})"
         )
-    if extent:
-        size = d.int(1, extent)
-        choices += [f"{x}.unfold({dim}, {size}, {d.int(1, 3)})", f"{x}.select({dim}, {d.rng.randrange(-extent, extent)})",
-                    f"{x}.narrow({dim}, {extent - size}, {size})", f"{x}.unbind({dim})[-1]",
+    if dim_size:
+        size = d.int(1, dim_size)
+        choices += [f"{x}.unfold({dim}, {size}, {d.int(1, 3)})", f"{x}.select({dim}, {d.rng.randrange(-size, size)})",
+                    f"{x}.narrow({dim}, {size - size}, {size})", f"{x}.unbind({dim})[-1]",
                     f"{x}.tensor_split({d.int(1, 3)}, {dim})[0]"]  # fmt: skip
     return d.rng.choice(choices)
 
@@ -385,7 +385,7 @@ VIEWS: list[Maker] = [
 ]
 
 
-# Joins, rows by number
+# Joins, rows by index
 
 
 def _cat(d: Draw) -> str:
@@ -409,8 +409,8 @@ def _pad(d: Draw) -> str:
 def _rows(d: Draw) -> str:
     x = d.x(1)
     dim = d.dim(x, 1)
-    extent, ndim = d.values[x].shape[dim], d.values[x].ndim
-    index = d.index(extent)
+    size, ndim = d.values[x].shape[dim], d.values[x].ndim
+    index = d.index(size)
     colons = ":, " * (dim % ndim)
     return d.rng.choice([f"{x}.index_select({dim}, {index})", f"{x}[{colons}{index}]", f"{x}[{colons}{index}]",
                          f"{x}.index_fill({dim}, {index}, 0.5)"])  # fmt: skip
@@ -435,8 +435,8 @@ def _gather(d: Draw) -> str:
 def _index_add(d: Draw) -> str:
     x = d.x(1, lambda t: t.shape[0] > 0)
     y = d.like(x, lambda a, b: b.ndim > 0 and a.shape[1:] == b.shape[1:] and a.dtype is b.dtype)
-    count, extent = d.values[y].shape[0], d.values[x].shape[0]
-    places = f"torch.arange({count}{_THERE}).mul({d.int(1, 5)}).remainder({extent})"
+    count, size = d.values[y].shape[0], d.values[x].shape[0]
+    places = f"torch.arange({count}{_THERE}).mul({d.int(1, 5)}).remainder({size})"
     return f"{x}.index_add(0, {places}, {y})"
 
 
@@ -613,9 +613,9 @@ def _write_view(d: Draw) -> str:
 def _set_item(d: Draw) -> str:
     x = _target(d, 1)
     y = d.like(x)
-    extent = d.values[x].shape[0]
-    return d.rng.choice([f"{x}[{d.slice(extent)}] = 1.25", f"{x}[..., {d.slice(d.values[x].shape[-1])}] += {y}.sum()",
-                         f"{x}[{d.index(extent)}] = 0.5", f"{x}[{x} > 0.5] = 0.25  # if away({x}, 0.5)",
+    size = d.values[x].shape[0]
+    return d.rng.choice([f"{x}[{d.slice(size)}] = 1.25", f"{x}[..., {d.slice(d.values[x].shape[-1])}] += {y}.sum()",
+                         f"{x}[{d.index(size)}] = 0.5", f"{x}[{x} > 0.5] = 0.25  # if away({x}, 0.5)",
                          f"{x}[:] = {y}"])  # fmt: skip
 
 
@@ -643,7 +643,7 @@ def _write_drawn(d: Draw) -> str:
 
 
 def _copies(d: Draw) -> str:
-    """Zeros, if all copies of what was drawn are the same: shards are cut out of one after the other."""
+    """Zeros, if all copies of what was drawn are the same: shards are sharded out of one after the other."""
     x, draw = d.x(1), d.rng.choice(["torch.rand_like(R)", "torch.poisson(R.detach().exp())", "torch.randn_like(R)",
                                     "F.rrelu(R.detach(), training=True)", "F.dropout(R.detach())"])  # fmt: skip
     placements = " ".join(["S(0)"] * len(d.mesh))
@@ -671,12 +671,12 @@ def _to(d: Draw) -> str:
 def sizes_for(
     rng: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], words: list[str]
 ) -> dict[int, list[int]]:
-    """Block sizes of every dim that is cut, by the last mesh dim that cuts it."""
+    """Shard sizes of every dim that is sharded, by the last mesh dim that shards it."""
     sizes = {}
-    for dim, extent in enumerate(shape):
+    for dim, size in enumerate(shape):
         dims = [m for m, word in enumerate(words) if word == f"S({dim})"]
         if dims:
-            sizes[dims[-1]] = parts_in_style(rng, extent, math.prod(mesh[m] for m in dims), rng.randrange(5))
+            sizes[dims[-1]] = parts_in_style(rng, size, math.prod(mesh[m] for m in dims), rng.randrange(5))
     return sizes
 
 

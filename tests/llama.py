@@ -1,7 +1,7 @@
 """Training graphs of a transformer of Llama-3-8B's shape, as foreign programs have them, written down.
 
-Three ways to train it: its weights cut evenly over all ranks and gathered in the graph (as SimpleFSDP does with
-DTensors), the same over one mesh dim with tensor parallelism over the other, and weights in uneven blocks. Tracing 32
+Three ways to train it: its weights sharded evenly over all ranks and gathered in the graph (as SimpleFSDP does with
+DTensors), the same over one mesh dim with tensor parallelism over the other, and weights in uneven shards. Tracing 32
 layers of DTensors takes minutes; a graph is written in seconds. It has what a traced one has where it matters to the
 passes: weights are kept in float32 and cast before they are gathered, each weight by itself; gradients are cast and
 reduced one by one; norms and rotations are many small nodes.
@@ -50,10 +50,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Groups:
-    """Over which the model is cut.
+    """Over which the model is sharded.
 
     Attributes:
-        weights: name of the group that weights are cut over.
+        weights: name of the group that weights are sharded over.
         ranks: in it; 1 for weights that are whole.
         products: name of the group of tensor parallelism.
         parts: ranks in that; 1 for none.
@@ -71,8 +71,8 @@ class Writer(suite.Writer):
     Args:
         place: of the rank.
         shape: of the model.
-        groups: over which it is cut.
-        uneven: whether weights are in blocks by `place.cuts`, and moved by our collectives.
+        groups: over which it is sharded.
+        uneven: whether weights are sharded by `place.partitions`, and moved by our collectives.
     """
 
     def __init__(self, place: suite.Place, shape: Shape, groups: Groups, uneven: bool = False) -> None:
@@ -90,15 +90,15 @@ class Writer(suite.Writer):
     # ------------------------------------------------------------------------------------- weights
 
     def weight(self, rows: int, *rest: int, whole: bool = False) -> tuple[Node, tuple[int, ...], list[int]]:
-        """The block of a weight, its shape before it was cut into blocks, and the sizes of these.
+        """The shard of a weight, its shape before it was sharded into shards, and the sizes of these.
 
         Args:
             rows: of the weight.
-            rest: its other extents.
+            rest: its other sizes.
             whole: whether tensor parallelism leaves it whole.
         """
         shape = (rows, *rest) if whole else self._part(rows, *rest)
-        sizes = self.cut(shape[0]) if self.uneven else [-(-shape[0] // self.groups.ranks)] * self.groups.ranks
+        sizes = self.partition(shape[0]) if self.uneven else [-(-shape[0] // self.groups.ranks)] * self.groups.ranks
         return self.input(sizes[self.place.rank], *shape[1:], dtype=FP32), shape, sizes
 
     def _part(self, rows: int, *rest: int) -> tuple[int, ...]:
@@ -106,16 +106,16 @@ class Writer(suite.Writer):
 
     def whole(self, weight: tuple[Node, tuple[int, ...], list[int]]) -> Node:
         """A weight, gathered in bfloat16."""
-        block, shape, sizes = weight
-        block = self.cast(block, BF16)
+        shard, shape, sizes = weight
+        shard = self.cast(shard, BF16)
         if self.groups.ranks == 1:
-            return block
+            return shard
         if self.uneven:
-            return self.gathered(block, sizes, shape)
-        return self.done(_c10d.all_gather_into_tensor.default, block, self.groups.ranks, self.groups.weights)
+            return self.gathered(shard, sizes, shape)
+        return self.done(_c10d.all_gather_into_tensor.default, shard, self.groups.ranks, self.groups.weights)
 
     def reduced(self, gradient: Node, weight: tuple[Node, tuple[int, ...], list[int]]) -> Node:
-        """The block of a gradient, reduced in float32."""
+        """The shard of a gradient, reduced in float32."""
         gradient, sizes = self.cast(gradient, FP32), weight[2]
         if self.groups.ranks == 1:
             return gradient
@@ -345,7 +345,7 @@ def _saved(w: Writer) -> dict[str, Any]:
     found |= {name: w.input(rows, 1, dtype=FP32) for name in ("scale", "scale2")}
     found |= {name: w.input(tokens, hidden) for name in ("g", "u")}
     found["rows"] = w.input(tokens, shape.width // parts)
-    blocks = [w.input(1, heads, tokens, per_head) for _ in range(4)]
+    shards = [w.input(1, heads, tokens, per_head) for _ in range(4)]
     rest = [w.input(1, heads, tokens, dtype=FP32), w.input(2, dtype=torch.uint64), w.input(dtype=torch.uint64)]
-    found["attended"] = [*blocks, *rest]
+    found["attended"] = [*shards, *rest]
     return found

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.collectives.descriptor import descriptor_of
-from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
+from shardcompile.collectives.torch_collectives import SHARD_DIM_ALLTOALL
 from shardcompile.passes.foreign.padded_chains import EXCHANGE, exchange_of
 from shardcompile.passes.graph.collective import KINDS, WAIT, Collective, add_node, collectives
 
@@ -122,7 +122,7 @@ def signature(node: Node) -> str:
     """What of a collective has to be the same on every rank."""
     c = exchange_of(node) or Collective.of(node)
     assert c is not None
-    size = None if c.kind == "mirror_blocks" else c.global_size  # of that one a rank knows its own blocks only
+    size = None if c.kind == "mirror_shards" else c.global_size  # of that one a rank knows its local shards only
     return f"{c.kind} {c.group_name} {c.value.dtype} {c.sizes} {size}"
 
 
@@ -180,14 +180,14 @@ def _all_gather_v(calls: list[Any]) -> list[Tensor]:
 def _reduce_scatter_v(calls: list[Any]) -> list[Tensor]:
     first = calls[0]
     whole = _reduced([c.input for c in calls], first.reduce_op)
-    sizes = first.cut.blocks(whole.shape[first.dim], len(calls))
+    sizes = first.partition.shards(whole.shape[first.dim], len(calls))
     return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
 
 
 def _all_to_all_v(calls: list[Any]) -> list[Tensor]:
     first = calls[0]
     whole = torch.cat([c.input for c in calls], first.src_dim)
-    sizes = first.dst.blocks(whole.shape[first.dst_dim], len(calls))
+    sizes = first.dst.shards(whole.shape[first.dst_dim], len(calls))
     return [_flat(part, first.src_dim) for part in whole.split(sizes, first.dst_dim)]
 
 
@@ -200,18 +200,18 @@ def _fetch_ranges(calls: list[Any]) -> list[Tensor]:
     first = calls[0]
     assert not first.reach and first.fill is None, "no halos here"
     whole = torch.cat([c.input for c in calls], first.dim)
-    sizes = first.dst.blocks(whole.shape[first.dim], len(calls))
+    sizes = first.dst.shards(whole.shape[first.dim], len(calls))
     return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
 
 
-def _mirror_blocks(calls: list[Any]) -> list[Tensor]:
+def _mirror_shards(calls: list[Any]) -> list[Tensor]:
     return [_flat(c.input, c.dim) for c in calls[::-1]]
 
 
 def _fetch_around(calls: list[Any]) -> list[Tensor]:
     first = calls[0]
     assert first.after == -first.before, "no rows around here"
-    sizes = first.cut.blocks(first.total, len(calls))
+    sizes = first.partition.shards(first.total, len(calls))
     whole = torch.cat([c.input for c in calls], first.dim).roll(first.before, first.dim)
     return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
 
@@ -225,7 +225,7 @@ _PLAYED = {
     "all_to_all_v": _all_to_all_v,
     "shard_dim_alltoall": _shard_dim_alltoall,
     "fetch_ranges": _fetch_ranges,
-    "mirror_blocks": _mirror_blocks,
+    "mirror_shards": _mirror_shards,
     "fetch_around": _fetch_around,
 }
 

@@ -387,9 +387,9 @@ def _reductions() -> list[Case]:
         case("sum of nothing", lambda x: x[:, :0].sum(1), _X),
         case("mean of nothing", lambda x: x[:, :0].mean(1), _X),
         case("sum 0-d", lambda x: x.sum(), F()),
-        case("sum of empty extent", lambda x: x.sum(0), F(0, 4)),
-        case("amax of empty extent", lambda x: x.amax(0), F(0, 4)),
-        case("mean of empty extent", lambda x: x.mean(0), F(0, 4)),
+        case("sum of empty size", lambda x: x.sum(0), F(0, 4)),
+        case("amax of empty size", lambda x: x.amax(0), F(0, 4)),
+        case("mean of empty size", lambda x: x.mean(0), F(0, 4)),
         case("var correction", lambda x: torch.var(x, dim=0, correction=0), _R),
         case("var correction 2.5", lambda x: torch.var(x, dim=(0, 1), correction=2.5), _R),
         case("var of one", lambda x: x[:1].var(0, correction=0), _X),
@@ -656,7 +656,7 @@ def _selection() -> list[Case]:
 
 
 def _by_rows() -> list[Case]:
-    """Lookups and additions by numbers of whole rows, as graph networks have them."""
+    """Lookups and additions by index of whole rows, as graph networks have them."""
     table, source, index = F(6, 4), F(9, 4), I(6, 9)
 
     def over(index: Tensor, like: Tensor) -> Tensor:
@@ -685,7 +685,7 @@ def _by_rows() -> list[Case]:
         ],
         case("index_put 2-D", lambda x, i, s: x.index_put((i,), s, accumulate=True), table, I(6, 5, 2), F(5, 2, 4)),
         case("rows looked up and added", looked_up, table, index, index),
-        case("embedding of cut rows", lambda i, w: nnf.embedding(i, w, padding_idx=2).sin(), I(6, 9), table),
+        case("embedding of sharded rows", lambda i, w: nnf.embedding(i, w, padding_idx=2).sin(), I(6, 9), table),
     ]
 
 
@@ -1005,7 +1005,7 @@ def _joined() -> list[Case]:
         case("softmax of flat rows", lambda x: x.view(-1, 4).softmax(0), x),
         case("places of the largest", lambda x: x.view(-1, 4).argmax(0), x),
         case("flat rows split", lambda x: torch.cat(x.view(-1, 4).split([3, 7])[::-1]), x),
-        case("flat rows by number", lambda x: x.view(-1, 4)[torch.tensor([0, 9, 4])], x),
+        case("flat rows by index", lambda x: x.view(-1, 4)[torch.tensor([0, 9, 4])], x),
         case("flat rows by mask", lambda x: x.view(-1, 4)[torch.arange(10) % 3 == 0], x),
         case("flat rows plus others", lambda x, y: x.view(-1, 4) + y, x, F(10, 4)),
         case("flat rows and plain ones", lambda x: x.view(-1, 4) * torch.arange(40.0).view(10, 4), x),
@@ -1051,7 +1051,7 @@ def _fourier() -> list[Case]:
         case("irfft of few modes", lambda x: torch.fft.irfft(x, n=5, dim=1), modes),
         case("rfft2", lambda x: torch.fft.rfft2(x), image),
         case("rfft2 of other dims", lambda x: torch.fft.rfft2(x, dim=(2, 0), norm="ortho"), image),
-        case("rfft2 of other extents", lambda x: torch.fft.rfft2(x, s=(3, 6)), image),
+        case("rfft2 of other sizes", lambda x: torch.fft.rfft2(x, s=(3, 6)), image),
         case("rfftn", lambda x: torch.fft.rfftn(x, norm="forward"), image),
         case("rfft error", lambda x: torch.fft.rfft(x, dim=4), image),
         case("rfft of nothing error", lambda x: torch.fft.rfft(x, n=0), image),

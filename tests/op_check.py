@@ -22,9 +22,9 @@ from shardcompile.errors import DivergenceError
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_style
 from shardcompile.testing.compare import Tolerances
-from shardcompile.testing.meetings import MeetingError
+from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.scheduler import RanksWaitError
 from shardcompile.testing.trial import Outcome, Trial, differences
-from shardcompile.testing.turns import RanksWaitError
 from shardcompile.testing.watch import ServiceWatch
 
 _T = TypeVar("_T")
@@ -191,13 +191,13 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
 
 
 def _in_chunks(case: Case, aligned: Sequence[tuple[Way | None, ...]]) -> Iterator[tuple[Way | None, ...]]:
-    """For every third case one of its layouts, in blocks of which no sizes are stated."""
-    seed, cut = seed_of(case.name), [ways for ways in aligned if any(w and _is_cut(w) for w in ways)]
-    if cut and seed % 3 == 0:
-        yield tuple(w and Way(w.placements, CHUNK) for w in cut[seed // 3 % len(cut)])
+    """For every third case one of its layouts, sharded of which no sizes are stated."""
+    seed, partition = seed_of(case.name), [ways for ways in aligned if any(w and _is_sharded(w) for w in ways)]
+    if partition and seed % 3 == 0:
+        yield tuple(w and Way(w.placements, CHUNK) for w in partition[seed // 3 % len(partition)])
 
 
-def _is_cut(way: Way) -> bool:
+def _is_sharded(way: Way) -> bool:
     return any(isinstance(p, Shard) for p in way.placements)
 
 
@@ -235,8 +235,10 @@ def run_sharded(
     for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
         given = x.detach().clone() if way is None else laid_out(x, mesh, way, seed_of(case.name, n))
         inputs.append(given.requires_grad_(spec.grad))
-    cut = [x.numel() for x, w in zip(full, ways, strict=True) if w and any(isinstance(p, Shard) for p in w.placements)]
-    watch = ServiceWatch(min(cut, default=0))
+    partition = [
+        x.numel() for x, w in zip(full, ways, strict=True) if w and any(isinstance(p, Shard) for p in w.placements)
+    ]
+    watch = ServiceWatch(min(partition, default=0))
     with watch if eager else nullcontext():  # compiled code may hold what a mode cannot see
         trial = Trial.forward(function or case.run, inputs)
     SERVED.append((case.name, " ".join("plain" if w is None else str(w) for w in ways), watch.how(), watch.nbytes))
@@ -315,8 +317,8 @@ def _works_on_plain(
     """Whether what is done to the function can be done to it on plain tensors: not every one can be one graph."""
     inputs = [x.detach().clone().requires_grad_(i.grad) for i, x in zip(case.inputs, full, strict=True)]
     for x in inputs:
-        for dim, extent in enumerate(x.shape):
-            if extent > 1:
+        for dim, size in enumerate(x.shape):
+            if size > 1:
                 torch._dynamo.maybe_mark_dynamic(x, dim)  # as sharded dims are
     try:
         Trial.forward(wrap(case.run), inputs).backward(case.name)

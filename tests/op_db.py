@@ -95,7 +95,7 @@ def samples(name: str, count: int) -> Iterator[tuple[Case, list[Tensor]]]:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if tensors and not any(_is_unusual(x) for x in tensors):
             by_shapes.setdefault(tuple(tuple(x.shape) for x in tensors), (number, sample, leaves, structure))
-    # One of those that have nothing to cut, and those that have.
+    # One of those that have nothing to shard, and those that have.
     ordered = sorted(by_shapes, key=lambda shapes: max(math.prod(s) for s in shapes) <= 1)
     degenerate = [s for s in ordered if max(math.prod(x) for x in s) <= 1][:1]
     for shapes in [*ordered[: count - len(degenerate)], *degenerate]:

@@ -107,7 +107,7 @@ SHOULD_NOT_GATHER = (
     "losses",
     "embedding",
 )
-"""Families whose mathematics can do without a gather; of sorting, along another dim than the cut one."""
+"""Families whose mathematics can do without a gather; of sorting, along another dim than the partition one."""
 
 _FAMILIES = {name: family for family, names in _BY_NAME.items() for name in names.split()}
 

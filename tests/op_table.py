@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def _print_families(results: list[dict[str, Any]]) -> None:
-    """Of the runs that gathered, those with one cut input are told from those where several inputs were cut.
+    """Of the runs that gathered, those with one sharded input are told from those where several inputs were sharded.
 
-    Where two inputs are cut along different dims, one of them has to move, and it is gathered where that is cheapest.
+    Where two inputs are sharded along different dims, one of them has to move, and it is gathered where that is cheapest.
     """
     from op_families import SHOULD_NOT_GATHER, family_of  # with all of torch's tests
 
@@ -46,7 +46,7 @@ def _print_families(results: list[dict[str, Any]]) -> None:
     for result in results:
         families.setdefault(family_of(result["op"]), []).append(result)
     order = [*SHOULD_NOT_GATHER, *sorted(families.keys() - set(SHOULD_NOT_GATHER))]
-    print("| | ops | runs | local | sums only | rows exchanged | gathered: one input cut | several cut |")
+    print("| | ops | runs | local | sums only | rows exchanged | gathered: one input partition | several partition |")
     print("|---|---|---|---|---|---|---|---|")
     alone: dict[str, set[str]] = {}
     for family in order:
@@ -61,7 +61,7 @@ def _print_families(results: list[dict[str, Any]]) -> None:
     print()
     for family in SHOULD_NOT_GATHER:
         if alone[family]:
-            print(f"- {family}, gathered with one input cut: {', '.join(sorted(alone[family]))}")
+            print(f"- {family}, gathered with one input partition: {', '.join(sorted(alone[family]))}")
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""The code in pages: its blocks, and running them as their reader would.
+"""The code in pages: its shards, and running them as their reader would.
 
-The Python blocks of a page share their names, from the first to the last. A block of text after a Python block is what
+The Python shards of a page share their names, from the first to the last. A shard of text after a Python shard is what
 that prints on rank 0. Other code (shell commands, output of a terminal) is not run.
 """
 
@@ -23,8 +23,8 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of code.
+class Shard_:
+    """A shard of code.
 
     Attributes:
         page: its file.
@@ -45,8 +45,8 @@ class Block:
         return compile("\n" * self.line + self.source, str(self.page), "exec")
 
 
-def blocks(page: Path) -> list[Block]:
-    """All blocks of code of a page, in their order."""
+def shards(page: Path) -> list[Shard_]:
+    """All shards of code of a page, in their order."""
     found, heading, text = [], "", page.read_text()
     for match in re.finditer(
         r"^#+ (?P<heading>[^\n]+)$|^```(?P<language>\w+)[^\n]*\n(?P<source>.*?)^```$", text, re.M | re.S
@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
             heading = match["heading"]
         else:
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(page, heading, match["language"], match["source"], line))
+            found.append(Shard_(page, heading, match["language"], match["source"], line))
     return found
 
 
@@ -65,15 +65,15 @@ def without_versions_and_places(text: str) -> list[str]:
     return [re.sub(r" {2,}", "  ", line).rstrip() for line in text.strip().splitlines()]
 
 
-def run_blocks(run: Iterable[Block], cleaned: Callable[[str], list[str]] = str.splitlines) -> dict[str, Any]:
-    """Run Python blocks one after the other, and hold what they print against the blocks of text.
+def run_blocks(run: Iterable[Shard_], cleaned: Callable[[str], list[str]] = str.splitlines) -> dict[str, Any]:
+    """Run Python shards one after the other, and hold what they print against the shards of text.
 
     Args:
-        run: the blocks; those of other languages are passed over.
+        run: the shards; those of other languages are passed over.
         cleaned: what is compared of a text.
 
     Returns:
-        The names that the blocks have defined.
+        The names that the shards have defined.
     """
     # Dynamo looks the module of a function's names up by its name; ranks in one process have a module each.
     module = ModuleType(f"page_{next(_NUMBERS)}")
@@ -81,13 +81,13 @@ def run_blocks(run: Iterable[Block], cleaned: Callable[[str], list[str]] = str.s
     printed: list[str] = []
     names = vars(module)
     names["print"] = lambda *words, sep=" ": printed.append(sep.join(map(str, words)))
-    for block in run:
-        if block.language == "python":
+    for shard in run:
+        if shard.language == "python":
             printed.clear()
-            exec(block.compiled(), names)
-        elif block.language == "text" and (not dist.is_initialized() or dist.get_rank() == 0):
+            exec(shard.compiled(), names)
+        elif shard.language == "text" and (not dist.is_initialized() or dist.get_rank() == 0):
             said = "\n".join(printed).partition("\nwhat to do")[0]
-            assert cleaned(said.strip()) == cleaned(block.source.strip()), (
-                f"{block.page.name}:{block.line}, printed:\n{said}"
+            assert cleaned(said.strip()) == cleaned(shard.source.strip()), (
+                f"{shard.page.name}:{shard.line}, printed:\n{said}"
             )
     return names

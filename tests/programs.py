@@ -1,9 +1,9 @@
 """Small programs on sharded tensors, drawn at random, and what every step of a run gave on this rank, bit for bit.
 
-For comparing two ways to run the same ranks, or two states of the library: records are equal if layouts, blocks,
+For comparing two ways to run the same ranks, or two states of the library: records are equal if layouts, shards,
 strides, collectives, errors and gradients are. A program is drawn from a seed alone, by running it on plain full
 tensors. What it is on a mesh (layouts, sizes) is drawn from the seed and the mesh's shape. Nothing depends on the rank
-but the values of blocks, so that a rank that stops, or takes another way, is a fault of the library.
+but the values of shards, so that a rank that stops, or takes another way, is a fault of the library.
 
     ranks = LocalRanks(3)
     by_rank = ranks(records, range(200))                # by rank, then seed, then step
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile import ShardTensor
-from shardcompile.layout import chunk_sizes
+from shardcompile.sharding import chunk_sizes
 from shardcompile.testing.arrange import seed_of
 from shardcompile.testing.watch import CollectiveWatch
 
@@ -42,7 +42,7 @@ class Held:
     Attributes:
         layout: the layout, or that it is plain.
         dtype: of the elements.
-        shape: of the block, or of the plain tensor.
+        shape: of the shard, or of the plain tensor.
         stride: of it.
         data: its elements in order, as bytes.
     """
@@ -56,11 +56,11 @@ class Held:
     @staticmethod
     def of(x: Tensor) -> Held:
         """What this rank holds of a tensor."""
-        block: Tensor = x._local_tensor if isinstance(x, ShardTensor) else x
-        block = block.detach()
-        data = block.numpy().tobytes()
+        shard: Tensor = x._local_tensor if isinstance(x, ShardTensor) else x
+        shard = shard.detach()
+        data = shard.numpy().tobytes()
         layout = x._spec.layout.describe() if isinstance(x, ShardTensor) else "plain"
-        return Held(layout, str(block.dtype), tuple(block.shape), block.stride(), data)
+        return Held(layout, str(shard.dtype), tuple(shard.shape), shard.stride(), data)
 
 
 @dataclass(frozen=True)
@@ -183,15 +183,15 @@ class Source:
         sizes = draw_sizes(rng, mesh, self.shape, placements)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "every rank is in the mesh"
-        block = self.values(tuple(c for c, p in zip(coordinate, placements, strict=True) if isinstance(p, Partial)))
+        shard = self.values(tuple(c for c, p in zip(coordinate, placements, strict=True) if isinstance(p, Partial)))
         for dim in range(len(self.shape)):
             mesh_dims = [m for m, p in enumerate(placements) if p == Shard(dim)]
             if mesh_dims:
                 along, place = sizes[mesh_dims[-1]], 0
                 for m in mesh_dims:
                     place = place * mesh.shape[m] + coordinate[m]
-                block = block.narrow(dim, sum(along[:place]), along[place])
-        x = ShardTensor.from_local(block.clone(), mesh, placements, sizes)
+                shard = shard.narrow(dim, sum(along[:place]), along[place])
+        x = ShardTensor.from_local(shard.clone(), mesh, placements, sizes)
         return x.detach().requires_grad_(self.grad)
 
     def __str__(self) -> str:
@@ -320,36 +320,36 @@ def draw_placements(rng: random.Random, mesh: DeviceMesh, ndim: int, dtype: torc
 def draw_sizes(
     rng: random.Random, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]
 ) -> dict[int, list[int]]:
-    """Block sizes of every sharded dim by mesh dim, as ``sharding_shapes`` takes them."""
+    """Shard sizes of every sharded dim by mesh dim, as ``sharding_shapes`` takes them."""
     sizes: dict[int, list[int]] = {}
-    for dim, extent in enumerate(shape):
+    for dim, size in enumerate(shape):
         mesh_dims = [m for m, p in enumerate(placements) if p == Shard(dim)]
         if mesh_dims:
-            sizes[mesh_dims[-1]] = _parts(rng, extent, math.prod(mesh.shape[m] for m in mesh_dims))
+            sizes[mesh_dims[-1]] = _parts(rng, size, math.prod(mesh.shape[m] for m in mesh_dims))
     return sizes
 
 
-def _parts(rng: random.Random, extent: int, parts: int) -> list[int]:
-    """A way to cut an extent: anywhere, torch.chunk's, all in one block, or with blocks of one and empty ones."""
+def _parts(rng: random.Random, size: int, parts: int) -> list[int]:
+    """A way to shard an size: anywhere, torch.chunk's, all in one shard, or with shards of one and empty ones."""
     style = rng.randrange(6)
-    return list(chunk_sizes(extent, parts)) if style == 0 else parts_in_style(rng, extent, parts, style - 1)
+    return list(chunk_sizes(size, parts)) if style == 0 else parts_in_style(rng, size, parts, style - 1)
 
 
-def parts_in_style(rng: random.Random, extent: int, parts: int, style: int) -> list[int]:
-    """A way to cut an extent: all in one block (style 0), blocks of one and empty ones (1), or anywhere."""
+def parts_in_style(rng: random.Random, size: int, parts: int, style: int) -> list[int]:
+    """A way to shard an size: all in one shard (style 0), shards of one and empty ones (1), or anywhere."""
     if style == 0:
         sizes = [0] * parts
-        sizes[rng.randrange(parts)] = extent
+        sizes[rng.randrange(parts)] = size
         return sizes
     if style == 1:
         sizes = []
         for _ in range(parts - 1):
-            sizes.append(min(rng.randrange(2), extent - sum(sizes)))
-        sizes.append(extent - sum(sizes))
+            sizes.append(min(rng.randrange(2), size - sum(sizes)))
+        sizes.append(size - sum(sizes))
         rng.shuffle(sizes)
         return sizes
-    ends = sorted(rng.randint(0, extent) for _ in range(parts - 1))
-    return [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
+    ends = sorted(rng.randint(0, size) for _ in range(parts - 1))
+    return [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
 
 
 # Drawing
@@ -392,8 +392,8 @@ class Draw:
         found = [n for n, y in enumerate(self.values) if n != x and y.is_floating_point() and fits(self.values[x], y)]
         return self.rng.choice(found) if found else self.number(0, lambda y: fits(self.values[x], y))
 
-    def dim(self, x: int, fits: Callable[[int], bool] = lambda extent: True) -> int:
-        """A dim of the value in place `x` whose extent fits, counted from the first or from the last."""
+    def dim(self, x: int, fits: Callable[[int], bool] = lambda size: True) -> int:
+        """A dim of the value in place `x` whose size fits, counted from the first or from the last."""
         value = self.values[x]
         dims = [d for d in range(value.ndim) if fits(value.shape[d])]
         if not dims:
@@ -449,11 +449,11 @@ def _binary(label: str, run: Run) -> Maker:
 
 
 def _along(label: str, run: Callable[[Tensor, int], Any], least: int = 0) -> Maker:
-    """An op with a dim whose extent is at least `least`."""
+    """An op with a dim whose size is at least `least`."""
 
     def make(d: Draw) -> Step:
         x = d.number(1)
-        dim = d.dim(x, lambda extent: extent >= least)
+        dim = d.dim(x, lambda size: size >= least)
         return step(f"{label}({name(x)}, {dim})", lambda t: run(t, dim), x)
 
     return make
@@ -514,9 +514,9 @@ def _flatten(d: Draw) -> Step:
 
 def _split_dim(d: Draw) -> Step:
     x = d.number(1)
-    dim = d.dim(x, lambda extent: extent > 3 and any(extent % n == 0 for n in range(2, extent)))
-    extent = d.values[x].shape[dim]
-    factor = d.rng.choice([n for n in range(2, extent) if extent % n == 0])
+    dim = d.dim(x, lambda size: size > 3 and any(size % n == 0 for n in range(2, size)))
+    size = d.values[x].shape[dim]
+    factor = d.rng.choice([n for n in range(2, size) if size % n == 0])
     return step(f"unflatten({name(x)}, {dim}, [{factor}, -1])", lambda t: t.unflatten(dim, [factor, -1]), x)
 
 
@@ -549,9 +549,9 @@ def _expand(d: Draw) -> Step:
 def _slice(d: Draw) -> Step:
     x = d.number(1)
     dim = d.dim(x)
-    extent = d.values[x].shape[dim]
-    start, by = d.rng.randint(0, extent), d.rng.choice([1, 1, 1, 2, 3])
-    stop = d.rng.randint(start, extent)
+    size = d.values[x].shape[dim]
+    start, by = d.rng.randint(0, size), d.rng.choice([1, 1, 1, 2, 3])
+    stop = d.rng.randint(start, size)
     where = (slice(None),) * (dim % d.values[x].ndim) + (slice(start, stop, by),)
     return step(f"{name(x)}, slice {start}:{stop}:{by} of {dim}", lambda t: t[where], x)
 
@@ -565,11 +565,11 @@ def _select(d: Draw) -> Step:
 
 def _split(d: Draw) -> Step:
     x = d.number(1)
-    dim, size = d.dim(x, lambda extent: extent > 1), d.rng.randint(1, 4)
+    dim, size = d.dim(x, lambda dim_size: dim_size > 1), d.rng.randint(1, 4)
     return step(f"split({name(x)}, {size}, {dim})", lambda t: t.split(size, dim)[:3], x)
 
 
-# Joins, padding, rows by number
+# Joins, padding, rows by index
 
 
 def joins_along(dim: int) -> Callable[[Tensor, Tensor], bool]:
@@ -607,49 +607,47 @@ def _pad(d: Draw) -> Step:
 def _index_select(d: Draw) -> Step:
     x = d.number(1)
     dim = d.dim(x, bool)
-    extent = d.values[x].shape[dim]
+    size = d.values[x].shape[dim]
     text, ints, index = d.index()
-    return step(
-        f"index_select({name(x)}, {dim}, {text})", lambda t, *i: t.index_select(dim, index(i, extent)), x, *ints
-    )
+    return step(f"index_select({name(x)}, {dim}, {text})", lambda t, *i: t.index_select(dim, index(i, size)), x, *ints)
 
 
 def _rows(d: Draw) -> Step:
     x = d.number(1, lambda t: t.shape[0] > 0)
-    extent = d.values[x].shape[0]
+    size = d.values[x].shape[0]
     text, ints, index = d.index()
-    return step(f"{name(x)}[{text}]", lambda t, *i: t[index(i, extent)], x, *ints)
+    return step(f"{name(x)}[{text}]", lambda t, *i: t[index(i, size)], x, *ints)
 
 
 def _embedding(d: Draw) -> Step:
     x = d.number(2, lambda t: t.ndim == 2 and t.shape[0] > 0)
-    extent = d.values[x].shape[0]
+    size = d.values[x].shape[0]
     text, ints, index = d.index()
-    return step(f"embedding({text}, {name(x)})", lambda t, *i: nnf.embedding(index(i, extent), t), x, *ints)
+    return step(f"embedding({text}, {name(x)})", lambda t, *i: nnf.embedding(index(i, size), t), x, *ints)
 
 
 def _gather(d: Draw) -> Step:
     x = d.number(1)
     dim = d.dim(x, bool)
-    extent = d.values[x].shape[dim]
+    size = d.values[x].shape[dim]
     # An index that depends on values would turn on the order of additions, so it is one of places.
     factor, shift = d.rng.randint(1, 7), d.rng.randint(0, 9)
 
     def run(t: Tensor) -> Tensor:
         index = torch.ones_like(t, dtype=torch.int64).cumsum(dim)
-        return t.gather(dim, (index * factor + shift).remainder(extent))
+        return t.gather(dim, (index * factor + shift).remainder(size))
 
     return step(f"gather({name(x)}, {dim}, places * {factor} + {shift})", run, x)
 
 
 def _index_add(d: Draw) -> Step:
     x = d.number(1, lambda t: t.shape[0] > 0)
-    extent = d.values[x].shape[0]
+    size = d.values[x].shape[0]
     y = d.other(x, lambda a, b: b.ndim > 0 and a.shape[1:] == b.shape[1:] and a.dtype is b.dtype)
     factor, count = d.rng.randint(1, 7), d.values[y].shape[0]
 
     def run(t: Tensor, rows: Tensor) -> Tensor:
-        return t.index_add(0, (torch.arange(count) * factor).remainder(extent), rows)
+        return t.index_add(0, (torch.arange(count) * factor).remainder(size), rows)
 
     return step(f"index_add({name(x)}, 0, places * {factor}, {name(y)})", run, x, y)
 
@@ -704,9 +702,9 @@ def _write(d: Draw) -> Step:
 def _write_slice(d: Draw) -> Step:
     x = _target(d, 1)
     dim = d.dim(x) % d.values[x].ndim
-    extent = d.values[x].shape[dim]
-    start = d.rng.randint(0, extent)
-    where = (slice(None),) * dim + (slice(start, d.rng.randint(start, extent)),)
+    size = d.values[x].shape[dim]
+    start = d.rng.randint(0, size)
+    where = (slice(None),) * dim + (slice(start, d.rng.randint(start, size)),)
 
     def run(t: Tensor) -> Tensor:
         t[where] = 1.25
@@ -759,24 +757,24 @@ def _full_tensor(d: Draw) -> Step:
 
 
 def _block_and_back(d: Draw) -> Step:
-    """The block, and a tensor that is put together from what became of it."""
+    """The shard, and a tensor that is put together from what became of it."""
     x, stated = d.number(), d.rng.random() < 0.4
 
     def run(here: Here, t: Tensor) -> Tensor:
         if here.mesh is None or not isinstance(t, ShardTensor):
             return t * 1.5
         t = t.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in t.placements])
-        layout, block = t.sharding, t.to_local() * 1.5
+        layout, shard = t.sharding, t.to_local() * 1.5
         if not stated:
-            return ShardTensor.from_local(block, here.mesh, t.placements, "infer")
-        sizes = {c.mesh_dims[-1]: list(c.sizes) for c in layout.cuts if c is not None}
-        return ShardTensor.from_local(block, here.mesh, t.placements, sizes)
+            return ShardTensor.from_local(shard, here.mesh, t.placements, "infer")
+        sizes = {c.mesh_dims[-1]: list(c.sizes) for c in layout.partitions if c is not None}
+        return ShardTensor.from_local(shard, here.mesh, t.placements, sizes)
 
     return Step(f"from_local({name(x)}.to_local() * 1.5, {'stated' if stated else 'infer'})", run, (x,))
 
 
 def _terms(d: Draw) -> Step:
-    """Blocks of a replicated tensor as terms of a pending sum."""
+    """Shards of a replicated tensor as terms of a pending sum."""
     x = d.number()
 
     def run(here: Here, t: Tensor) -> Tensor:
@@ -856,7 +854,7 @@ OPS: dict[str, Maker] = {
     "gather": _gather, "index_add": _index_add, "topk": _topk, "where": _where, "masked_fill": _where_bool,
     "write number": _write_number, "write": _write, "write slice": _write_slice, "write view": _write_view,
     "redistribute": _redistribute, "redistribute again": _redistribute, "without sizes": _redistribute_without_sizes,
-    "full_tensor": _full_tensor, "block and back": _block_and_back, "terms": _terms,
+    "full_tensor": _full_tensor, "shard and back": _block_and_back, "terms": _terms,
     "rand_like": _random("rand_like", torch.rand_like), "randn_like": _random("randn_like", torch.randn_like),
     "dropout": _random("dropout", lambda t: nnf.dropout(t, 0.3)),
 }  # fmt: skip
@@ -927,24 +925,24 @@ MISTAKES: dict[str, Maker] = {
         1,
     ),
     "sizes of what": _mistake(
-        "sizes without a cut", _redistributed(lambda h, t: [Replicate()] * h.mesh.ndim, _unsharded_sizes)
+        "sizes without a partition", _redistributed(lambda h, t: [Replicate()] * h.mesh.ndim, _unsharded_sizes)
     ),
     "too many placements": _mistake(
         "too many placements", _redistributed(lambda h, t: [Replicate()] * (h.mesh.ndim + 1))
     ),
-    "no such dim": _mistake("a cut of no dim", _redistributed(lambda h, t: [Shard(t.ndim)] * h.mesh.ndim)),
+    "no such dim": _mistake("a partition of no dim", _redistributed(lambda h, t: [Shard(t.ndim)] * h.mesh.ndim)),
     "to partial": _mistake("a sum as target", _redistributed(lambda h, t: [Partial("product")] * h.mesh.ndim)),
-    "block of a term": _mistake(
-        "the block of a term",
+    "shard of a term": _mistake(
+        "the shard of a term",
         lambda h, t: ShardTensor.from_local(t.detach().sum() * 0, h.mesh, [Partial()] * h.mesh.ndim, {}).to_local(),
     ),
-    # Every rank states one row more than it has, so that no rank finds its own block right.
+    # Every rank states one row more than it has, so that no rank finds its local shard right.
     "other sizes": _mistake(
-        "blocks that are not as stated",
+        "shards that are not as stated",
         lambda h, t: ShardTensor.from_local(torch.ones(2, 2), h.mesh, _rows_of(h, t), {0: [3] * h.mesh.shape[0]}),
     ),
-    "other extents": _mistake(
-        "blocks that do not fit together",
+    "other shapes": _mistake(
+        "shards that do not fit together",
         lambda h, t: ShardTensor.from_local(torch.ones(2, 2 + h.mesh.get_rank()), h.mesh, _rows_of(h, t), "infer"),
     ),
     "memory": _mistake("an op on memory", lambda h, t: _as_sharded(h, t).detach().set_(torch.ones(3).to(t))),
@@ -1019,16 +1017,16 @@ def _tame(x: Tensor) -> bool:
 
 
 def _sources(rng: random.Random, seed: int) -> Iterator[Source]:
-    def extent() -> int:
+    def size() -> int:
         return rng.choice([0, 1, *range(2, 10), *range(2, 10)])
 
-    shape = tuple(extent() for _ in range(rng.randint(1, 3)))
+    shape = tuple(size() for _ in range(rng.randint(1, 3)))
     dtype = rng.choice([torch.float64, torch.float64, torch.float32])
     yield Source(shape, dtype, rng.random() < 0.75, True, seed_of(seed, rng.random()))
     for _ in range(rng.randint(0, 2)):
         number = rng.random()
         if number < 0.25:
-            high = tuple(extent() for _ in range(rng.randint(1, 2)))
+            high = tuple(size() for _ in range(rng.randint(1, 2)))
             yield Source(high, torch.int64, False, True, seed_of(seed, rng.random()))
             continue
         # Shapes that go together: the same, broadcast, a factor of a product, or anything.
@@ -1038,7 +1036,7 @@ def _sources(rng: random.Random, seed: int) -> Iterator[Source]:
                 shape[rng.randrange(len(shape)) :],
                 tuple(1 if rng.random() < 0.4 else e for e in shape),
                 (shape[-1], rng.randint(1, 6)),
-                tuple(extent() for _ in range(rng.randint(1, 3))),
+                tuple(size() for _ in range(rng.randint(1, 3))),
             ]
         )
         kind = dtype if rng.random() < 0.8 else rng.choice([torch.float64, torch.float32])

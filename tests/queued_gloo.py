@@ -15,9 +15,9 @@ from typing import Any
 from torch.distributed import ProcessGroup, Work
 
 from shardcompile import compat
-from shardcompile.watch import calls, connections
-from shardcompile.watch.backends import Backend, register_backend
-from shardcompile.watch.queued import Passed
+from shardcompile.diagnosis import calls, connections
+from shardcompile.diagnosis.backends import Backend, register_backend
+from shardcompile.diagnosis.queued import Passed
 
 _QUEUES: dict[int, queue.SimpleQueue[Callable[[], object]]] = {}
 _ABORTED = threading.Event()

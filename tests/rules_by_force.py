@@ -1,4 +1,4 @@
-"""Every strategy of every rule, tried by force: blocks of a world of 3 in one process must give the blocks of the result.
+"""Every strategy of every rule, tried by force: shards of a world of 3 in one process must give the shards of the result.
 
 A sweep over ranks tries what is chosen; this tries what could be. The calls are those that PyTorch's operator database
 makes, forward and backward.
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import Apart, Cut, Layout, MeshShape
 from shardcompile.ops import OpCall, Strategy, TensorArg, find_rule, record_of
+from shardcompile.sharding import Apart, Layout, MeshShape, Partition
 from shardcompile.testing.arrange import uneven_sizes
 
 WORLD = 3
@@ -73,9 +73,9 @@ def _whole(x: Tensor) -> TensorArg:
     return TensorArg(Layout.of(MESH, [Replicate()], tuple(x.shape), x.dtype, [None] * x.ndim))
 
 
-def _layout(shape: Sequence[int], dtype: torch.dtype, placement: Placement, cut: Cut | None) -> Layout:
-    cuts = [cut if isinstance(placement, Shard) and placement.dim == d else None for d in range(len(shape))]
-    return Layout.of(MESH, [placement], tuple(shape), dtype, cuts)
+def _layout(shape: Sequence[int], dtype: torch.dtype, placement: Placement, partition: Partition | None) -> Layout:
+    partitions = [partition if isinstance(placement, Shard) and placement.dim == d else None for d in range(len(shape))]
+    return Layout.of(MESH, [placement], tuple(shape), dtype, partitions)
 
 
 def _terms(x: Tensor, reduce_op: str) -> list[Tensor]:
@@ -88,41 +88,43 @@ def _terms(x: Tensor, reduce_op: str) -> list[Tensor]:
     return [x - 3, torch.ones_like(x), torch.full_like(x, 2)]
 
 
-def _pieces(x: Tensor, placement: Placement, cut: Cut | None) -> list[Tensor]:
+def _pieces(x: Tensor, placement: Placement, partition: Partition | None) -> list[Tensor]:
     if isinstance(placement, Partial):
         return _terms(x, placement.reduce_op)
     if isinstance(placement, Shard):
-        assert cut is not None
-        return [b.contiguous() for b in x.split(cut.sizes, placement.dim)]
+        assert partition is not None
+        return [b.contiguous() for b in x.split(partition.sizes, placement.dim)]
     return [x] * WORLD
 
 
-def _joined(blocks: list[Any], placement: Placement, layout: Layout) -> Tensor:
+def _joined(shards: list[Any], placement: Placement, layout: Layout) -> Tensor:
     if isinstance(placement, Partial):
-        return REDUCE[placement.reduce_op](blocks)
+        return REDUCE[placement.reduce_op](shards)
     if isinstance(placement, Shard):
-        for r, b in enumerate(blocks):
-            assert tuple(b.shape) == tuple(layout.local_shape((r,))), f"block {r}: {b.shape}, its layout {layout}"
-        # Where leading dims were flattened into the cut one, each stretch of it is divided.
+        for r, b in enumerate(shards):
+            assert tuple(b.shape) == tuple(layout.local_shape((r,))), f"shard {r}: {b.shape}, its layout {layout}"
+        # Where leading dims were flattened into the partition one, each stretch of it is divided.
         apart = Apart.of(layout)
-        parts = [b.reshape([int(n) for n in apart.shape(b.shape)]) for b in blocks]
+        parts = [b.reshape([int(n) for n in apart.shape(b.shape)]) for b in shards]
         return torch.cat(parts, apart.dim(placement.dim)).reshape(layout.shape)
-    assert all(torch.allclose(b, blocks[0], equal_nan=True) for b in blocks), "copies differ"
-    return blocks[0]
+    assert all(torch.allclose(b, shards[0], equal_nan=True) for b in shards), "copies differ"
+    return shards[0]
 
 
 def _try(op: Any, args: Any, kwargs: Any, expected: Any, strategy: Strategy, style: int) -> bool:
-    """Run a strategy on blocks and compare. Returns whether it could be tried with such a cut."""
+    """Run a strategy on local shards and compare. Returns whether it could be tried with such a partition."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    extents = {x.shape[p.dim] for x, p in zip(tensors, strategy.inputs, strict=True) if isinstance(p, Shard)}
-    if len(extents) > 1:
-        raise AssertionError(f"it cuts extents {extents} alike")
-    cut = Cut.of_sizes([0], [WORLD], uneven_sizes(extents.pop(), WORLD, style)) if extents else None
-    after = strategy.on_cut(cut) if strategy.on_cut is not None and cut is not None else cut
-    if after is None and cut is not None:
+    sizes = {x.shape[p.dim] for x, p in zip(tensors, strategy.inputs, strict=True) if isinstance(p, Shard)}
+    if len(sizes) > 1:
+        raise AssertionError(f"it partitions sizes {sizes} alike")
+    partition = Partition.of_sizes([0], [WORLD], uneven_sizes(sizes.pop(), WORLD, style)) if sizes else None
+    after = (
+        strategy.on_partition(partition) if strategy.on_partition is not None and partition is not None else partition
+    )
+    if after is None and partition is not None:
         return False
-    pieces = [_pieces(x, p, cut) for x, p in zip(tensors, strategy.inputs, strict=True)]
+    pieces = [_pieces(x, p, partition) for x, p in zip(tensors, strategy.inputs, strict=True)]
     described, named = pytree.tree_unflatten([_whole(x) if isinstance(x, Tensor) else x for x in leaves], structure)
     call = OpCall(op, described, named, tuple(_whole(x) for x in tensors))
     outputs = expected if isinstance(expected, (tuple, list)) and len(op._schema.returns) > 1 else [expected]
@@ -136,13 +138,13 @@ def _try(op: Any, args: Any, kwargs: Any, expected: Any, strategy: Strategy, sty
     results = []
     for r in range(WORLD):
         local = iter([p[r] for p in pieces])
-        block_args, block_kwargs = pytree.tree_unflatten(
+        shard_args, shard_kwargs = pytree.tree_unflatten(
             [next(local).clone() if isinstance(x, Tensor) else x for x in leaves], structure
         )
         if rule.local_args is not None:
             known = [x for group in layouts for x in group if x is not None]
-            block_args = rule.local_args(call, block_args, known, lambda layout, r=r: layout.local_shape((r,)))
-        out = (record_of(op).kernel or op)(*block_args, **block_kwargs)
+            shard_args = rule.local_args(call, shard_args, known, lambda layout, r=r: layout.local_shape((r,)))
+        out = (record_of(op).kernel or op)(*shard_args, **shard_kwargs)
         out = out if len(op._schema.returns) > 1 else [out]
         results.append([o if isinstance(o, (tuple, list)) else [o] for o in out])
     for n, (group, placement) in enumerate(zip(flat, strategy.outputs, strict=True)):

@@ -1,10 +1,10 @@
-"""Models as people train them on many GPUs, to be traced: `build` functions for `shardcompile.offline`.
+"""Models as people train them on many GPUs, to be traced: `build` functions for `shardcompile.inspect.offline`.
 
 Widths and sequences are those of real models, layers a few, because a trace takes time by the layer. Weights are kept
 in float32 and gathered in bfloat16, and gradients are reduced in float32.
 
-Even blocks are DTensors: as SimpleFSDP does, each weight is cast and gathered by itself in the graph. With tensor
-parallelism what is gathered over the nodes is the block of a DTensor over the ranks of a node. Uneven blocks are ours,
+Even shards are DTensors: as SimpleFSDP does, each weight is cast and gathered by itself in the graph. With tensor
+parallelism what is gathered over the nodes is the shard of a DTensor over the ranks of a node. Uneven shards are ours,
 and their sizes are part of the program.
 """
 
@@ -21,7 +21,7 @@ import suite
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from suite import cut, sharded
+from suite import partition, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer
-from shardcompile.offline import offline_world, trace
+from shardcompile.inspect.offline import offline_world, trace
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import Collective
 
@@ -50,8 +50,8 @@ class Weights:
     """Makes the weights of a model.
 
     Attributes:
-        mesh: over which they are cut, of one dim.
-        imbalance: how, see `suite.cut`; None for DTensors in even blocks.
+        mesh: over which they are sharded, of one dim.
+        imbalance: how, see `suite.partition`; None for DTensors in even shards.
         made: how many there are.
     """
 
@@ -60,11 +60,11 @@ class Weights:
     made: int = 0
 
     def __call__(self, *shape: int) -> Tensor:
-        """One more weight, cut along its rows."""
+        """One more weight, sharded along its rows."""
         self.made += 1
         if self.imbalance is None:
             return self._even(shape)
-        sizes = cut(shape[0], self.mesh.size(), self.imbalance, self.made)
+        sizes = partition(shape[0], self.mesh.size(), self.imbalance, self.made)
         local = torch.randn(sizes[self.mesh.get_local_rank()], *shape[1:])
         return nn.Parameter(sc.ShardTensor.from_local(local, self.mesh, [Shard(0)], {0: sizes}))
 
@@ -79,7 +79,7 @@ class Weights:
 
 
 class Model(nn.Module):
-    """A program and its weights, as parameters: their extents are numbers in a trace.
+    """A program and its weights, as parameters: their sizes are numbers in a trace.
 
     Args:
         program: called with the weights of all layers and the inputs.
@@ -96,7 +96,7 @@ class Model(nn.Module):
 
 
 def whole(weight: Any) -> Tensor:
-    """A weight, gathered in bfloat16; its gradient is summed and cut in float32."""
+    """A weight, gathered in bfloat16; its gradient is summed and sharded in float32."""
     if isinstance(weight, DTensor):
         gathered = weight.redistribute(placements=[Replicate()], forward_dtype=BF16, backward_dtype=FP32)
         return gathered.to_local(grad_placements=[Partial("avg")])
@@ -141,7 +141,7 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def llama(imbalance: str | None = None, size: Transformer = Transformer()) -> Build:
-    """A decoder whose weights are cut over all ranks."""
+    """A decoder whose weights are sharded over all ranks."""
 
     def build(mesh: DeviceMesh) -> Any:
         make, kept = Weights(mesh, imbalance), size.width * size.shared_heads // size.heads
@@ -168,7 +168,7 @@ def llama(imbalance: str | None = None, size: Transformer = Transformer()) -> Bu
 
 
 def llama_2d(size: Transformer = Transformer(tokens=16384)) -> Build:
-    """The same with tensor parallelism in a node, and cut sequences between: weights are cut over the nodes."""
+    """The same with tensor parallelism in a node, and sharded sequences between: weights are sharded over the nodes."""
 
     def build(mesh: DeviceMesh) -> Any:
         nodes, parts = mesh["nodes"], mesh["parts"]
@@ -215,7 +215,7 @@ def llama_2d(size: Transformer = Transformer(tokens=16384)) -> Build:
 
 
 def experts_2d(layers: int = 3, tokens: int = 8192, width: int = 4096, hidden: int = 14336) -> Build:
-    """Mixtral-like: dense weights are cut over all ranks, each rank of a node has an expert, cut over the nodes.
+    """Mixtral-like: dense weights are sharded over all ranks, each rank of a node has an expert, sharded over the nodes.
 
     Tokens are sent to their experts within the node, all experts being given as many.
     """
@@ -258,14 +258,14 @@ def experts_2d(layers: int = 3, tokens: int = 8192, width: int = 4096, hidden: i
 
 
 def experts_uneven(layers: int = 3, tokens: int = 64, width: int = 2048, hidden: int = 4096) -> Build:
-    """Experts are cut unevenly over the ranks, two each on average, and their weights stay where they are.
+    """Experts are sharded unevenly over the ranks, two each on average, and their weights stay where they are.
 
     A rank has tokens for each expert; they are exchanged for those of its own experts, and back.
     """
 
     def build(mesh: DeviceMesh) -> Any:
         ranks = mesh.size()
-        experts = cut(2 * ranks, ranks, "log-normal", 1)
+        experts = partition(2 * ranks, ranks, "log-normal", 1)
         shapes = ((2 * ranks, width, hidden), (2 * ranks, hidden, width))
         weights = [
             [nn.Parameter(sharded(mesh, shape, 0, experts).to(BF16)) for shape in shapes]
@@ -292,7 +292,7 @@ def experts_uneven(layers: int = 3, tokens: int = 64, width: int = 2048, hidden:
 def diffusion_transformer(
     imbalance: str | None, layers: int = 4, batch: int = 64, width: int = 1152, tokens: int = 256
 ) -> Build:
-    """DiT-XL/2: each layer is modulated by what step and class say. Weights are cut over all ranks."""
+    """DiT-XL/2: each layer is modulated by what step and class say. Weights are sharded over all ranks."""
 
     def build(mesh: DeviceMesh) -> Any:
         make, c = Weights(mesh, imbalance), width
@@ -300,8 +300,8 @@ def diffusion_transformer(
         weights = [[make(*shape) for shape in shapes] for _ in range(layers)]
 
         def loss(weights: Any, x: Tensor, step: Tensor) -> Tensor:
-            for blocks in weights:
-                ada, ada_b, qkv, qkv_b, out, out_b, up, up_b, down, down_b = blocks
+            for shards in weights:
+                ada, ada_b, qkv, qkv_b, out, out_b, up, up_b, down, down_b = shards
                 six = F.linear(F.silu(step), whole(ada), whole(ada_b))[:, None].chunk(6, -1)
                 h = F.layer_norm(x, (c,)) * (1 + six[0]) + six[1]
                 parts = F.linear(h, whole(qkv), whole(qkv_b)).unflatten(-1, (3, 16, -1)).permute(2, 0, 3, 1, 4)
@@ -319,7 +319,7 @@ def diffusion_transformer(
 
 
 def diffusion_unet(imbalance: str | None, batch: int = 16, channels: int = 320) -> Build:
-    """Of Stable Diffusion's widths: residual blocks modulated by the step, three levels, attention at the lowest."""
+    """Of Stable Diffusion's widths: residual shards modulated by the step, three levels, attention at the lowest."""
 
     def build(mesh: DeviceMesh) -> Any:
         make, c = Weights(mesh, imbalance), channels
@@ -332,16 +332,16 @@ def diffusion_unet(imbalance: str | None, batch: int = 16, channels: int = 320) 
         def loss(weights: Any, x: Tensor, step: Tensor) -> Tensor:
             down, middle, up = weights[:3], weights[3], weights[4:]
             skips: list[Tensor] = []
-            for i, block in enumerate(down):
-                x = _residual_block(F.avg_pool2d(x, 2) if i else x, step, block)
+            for i, shard in enumerate(down):
+                x = _residual_block(F.avg_pool2d(x, 2) if i else x, step, shard)
                 skips.append(x)
             rows = x.flatten(2).transpose(1, 2)
             parts = F.linear(rows, whole(middle[0])).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
             a = F.scaled_dot_product_attention(*parts.unbind(0)).transpose(1, 2).flatten(2)
             x = x + F.linear(a, whole(middle[1])).transpose(1, 2).unflatten(2, x.shape[2:])
-            for i, block in enumerate(up):
+            for i, shard in enumerate(up):
                 x = F.interpolate(x, scale_factor=2.0, mode="nearest") if i else x
-                x = _residual_block(torch.cat([x, skips.pop()], 1), step, block)
+                x = _residual_block(torch.cat([x, skips.pop()], 1), step, shard)
             return x.float().square().mean()
 
         x = torch.randn(batch, c, 64, 64, dtype=BF16, requires_grad=True)
@@ -368,11 +368,11 @@ def _residual_block(x: Tensor, step: Tensor, weights: Any) -> Tensor:
 
 
 def transolver(points: int = 32768, layers: int = 4) -> Build:
-    """A transformer on points that are cut unevenly; weights are replicated, and their gradients reduced."""
+    """A transformer on points that are sharded unevenly; weights are replicated, and their gradients reduced."""
 
     def build(mesh: DeviceMesh) -> Any:
         net = PointTransformer(features=6, channels=256, heads=8, slices=64, layers=layers)
-        sizes = cut(points * mesh.size(), mesh.size(), "log-normal", 3)
+        sizes = partition(points * mesh.size(), mesh.size(), "log-normal", 3)
         x = sharded(mesh, (sum(sizes), 6), 0, sizes)
         return (lambda x: net(x).square().mean()), (x,)
 
@@ -380,11 +380,11 @@ def transolver(points: int = 32768, layers: int = 4) -> Build:
 
 
 def message_passing(nodes: int = 512, layers: int = 4, width: int = 128) -> Build:
-    """MeshGraphNet-like: edges read both ends and are added up at one; nodes and edges are cut unevenly."""
+    """MeshGraphNet-like: edges read both ends and are added up at one; nodes and edges are sharded unevenly."""
 
     def build(mesh: DeviceMesh) -> Any:
         n = mesh.size()
-        rows, links = cut(nodes * n, n, "log-normal", 4), cut(6 * nodes * n, n, "log-normal", 5)
+        rows, links = partition(nodes * n, n, "log-normal", 4), partition(6 * nodes * n, n, "log-normal", 5)
         x, e = sharded(mesh, (sum(rows), width), 0, rows), sharded(mesh, (sum(links), width), 0, links)
         numbers = torch.zeros(links[mesh.get_local_rank()], dtype=torch.long)
         ends = [sc.ShardTensor.from_local(numbers.clone(), mesh, [Shard(0)], {0: links}) for _ in range(2)]
@@ -413,7 +413,7 @@ class Traced:
     """What is traced.
 
     Attributes:
-        build: of it, see `shardcompile.offline`.
+        build: of it, see `shardcompile.inspect.offline`.
         dims: of its mesh: 1, or 2 named "nodes" and "parts".
         again: whether the backward pass gathers weights again, as is done where they do not fit all at once.
     """

@@ -33,13 +33,13 @@ class Sent(CollectiveWatch):
 
 
 class Run(NamedTuple):
-    """A function of a cut tensor and of the whole one, after their backward passes.
+    """A function of a sharded tensor and of the whole one, after their backward passes.
 
     Attributes:
         names: of the collectives of the forward pass.
         out: the result.
         expected: that of the whole tensor.
-        gradient: of the cut tensor.
+        gradient: of the sharded tensor.
         wanted: of the whole one.
     """
 
@@ -53,18 +53,18 @@ class Run(NamedTuple):
 def run_both(
     function: Callable[[Tensor], Tensor], run: Callable[[Tensor], Tensor], full: Tensor, dim: int, sizes: list[int]
 ) -> Run:
-    """A function of a tensor whose dim is cut in blocks of these sizes, and of the whole tensor.
+    """A function of a tensor whose dim is sharded sharded of these sizes, and of the whole tensor.
 
     Args:
         function: of the whole tensor.
-        run: the same, perhaps compiled, of the cut one.
+        run: the same, perhaps compiled, of the partition one.
         full: the tensor.
-        dim: that is cut.
-        sizes: of the blocks.
+        dim: that is sharded.
+        sizes: of the shards.
     """
     mesh = init_device_mesh("cpu", (world_size(),))
-    block = full.split(sizes, dim)[rank()].clone()
-    x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes}).requires_grad_()
+    shard = full.split(sizes, dim)[rank()].clone()
+    x = sc.ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: sizes}).requires_grad_()
     plain = full.clone().requires_grad_()
     with Sent() as watch:
         out = run(x)

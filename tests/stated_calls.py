@@ -11,8 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardcompile.watch import calls
-from shardcompile.watch.states import key_of, members_of
+from shardcompile.diagnosis import calls
+from shardcompile.diagnosis.states import key_of, members_of
 
 
 class _Noted(calls.Members):

@@ -1,10 +1,10 @@
 """Graphs that schedules are judged by: written down with realistic sizes, or traced from models.
 
-A written graph has numbers for the blocks of the rank that it is written for, and the size vectors of all ranks in its
+A written graph has numbers for the shards of the rank that it is written for, and the size vectors of all ranks in its
 collectives. Compute and communication are of the same order in it, up to `MOST_TOKENS`, so that an order matters.
 
 A traced graph is that of a model under AOTAutograd, with the partitioner and the decompositions of Inductor, where
-blocks are symbols.
+shards are symbols.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, relative_l2
+from shardcompile.inspect.offline import OfflineWorld, trace_step
 from shardcompile.machines import H100, link_of
-from shardcompile.offline import OfflineWorld, trace_step
 from shardcompile.passes import Pipeline
 
 aten = torch.ops.aten
@@ -35,20 +35,20 @@ _c10d = torch.ops._c10d_functional
 
 BF16 = torch.bfloat16
 
-# ----------------------------------------------------------------------------------------------- cuts
+# ----------------------------------------------------------------------------------------------- partitions
 
-IMBALANCES = ("even", "1:9", "log-normal", "one owner", "empty blocks")
-"""How a dim is cut, see `cut`."""
+IMBALANCES = ("even", "1:9", "log-normal", "one owner", "empty shards")
+"""How a dim is sharded, see `partition`."""
 
 
-def cut(total: int, ranks: int, imbalance: str, number: int = 0) -> list[int]:
-    """Block sizes along a dim.
+def partition(total: int, ranks: int, imbalance: str, number: int = 0) -> list[int]:
+    """Shard sizes along a dim.
 
     Args:
-        total: extent of the dim.
-        ranks: how many blocks.
-        imbalance: one of `IMBALANCES`, or "mild", by which the largest block is about twice the mean. Of 1:9 it is the first rank that has nine times as much as the others, whichever
-            tensor it is; single owners and log-normal sizes are other ones for each tensor; of empty blocks every
+        total: size of the dim.
+        ranks: how many shards.
+        imbalance: one of `IMBALANCES`, or "mild", by which the largest shard is about twice the mean. Of 1:9 it is the first rank that has nine times as much as the others, whichever
+            tensor it is; single owners and log-normal sizes are other ones for each tensor; of empty shards every
             second one is.
         number: of the tensor.
     """
@@ -59,13 +59,13 @@ def cut(total: int, ranks: int, imbalance: str, number: int = 0) -> list[int]:
         "log-normal": lambda: [numbers.lognormvariate(0, 1) for _ in range(ranks)],
         "mild": lambda: [numbers.lognormvariate(0, 0.3) for _ in range(ranks)],
         "one owner": lambda: [float(r == number % ranks) for r in range(ranks)],
-        "empty blocks": lambda: [float(r % 2 == number % 2) for r in range(ranks)],
+        "empty shards": lambda: [float(r % 2 == number % 2) for r in range(ranks)],
     }[imbalance]()
     return apportioned(total, weights)
 
 
-def random_cut(total: int, ranks: int, numbers: random.Random) -> list[int]:
-    """Block sizes that are drawn: log-normal ones, with empty blocks now and then, or a single owner."""
+def random_partition(total: int, ranks: int, numbers: random.Random) -> list[int]:
+    """Shard sizes that are drawn: log-normal ones, with empty shards now and then, or a single owner."""
     kind = numbers.random()
     if kind < 0.15:
         return apportioned(total, [float(r == numbers.randrange(ranks)) or 1e-9 for r in range(ranks)])
@@ -84,8 +84,8 @@ def apportioned(total: int, weights: Sequence[float]) -> list[int]:
 
 # ------------------------------------------------------------------------------------ how graphs are written
 
-Cuts = Callable[[int, int], list[int]]
-"""Block sizes of a dim by its extent and the number of the tensor."""
+Partitions = Callable[[int, int], list[int]]
+"""Shard sizes of a dim by its size and the number of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ class Place:
 
     Attributes:
         ranks: in the group.
-        rank: whose blocks the graph has.
+        rank: whose shards the graph has.
         group: name of the group.
-        cuts: of all that is cut.
+        partitions: of all that is sharded.
         device: of all tensors.
-        padded: whether gathers and reductions are written with torch's even collectives, padded to the largest block.
+        padded: whether gathers and reductions are written with torch's even collectives, padded to the largest shard.
     """
 
     ranks: int
     rank: int
     group: str
-    cuts: Cuts
+    partitions: Partitions
     device: str = "cpu"
     padded: bool = False
 
@@ -127,26 +127,26 @@ class Writer(Builder):
             node.meta["val"] = torch.empty(shape, dtype=dtype, device=self.place.device)
         return node
 
-    def cut(self, extent: int) -> list[int]:
-        """The cut of one more tensor."""
+    def partition(self, size: int) -> list[int]:
+        """The partition of one more tensor."""
         self._tensors += 1
-        return self.place.cuts(extent, self._tensors - 1)
+        return self.place.partitions(size, self._tensors - 1)
 
     def parameter(self, *shape: int) -> tuple[Node, list[int], tuple[int, ...]]:
-        """The block of a parameter that is cut along its first dim, the cut and the shape of the whole."""
-        sizes = self.cut(shape[0])
+        """The shard of a parameter that is sharded along its first dim, the partition and the shape of the whole."""
+        sizes = self.partition(shape[0])
         return self.input(sizes[self.place.rank], *shape[1:]), sizes, shape
 
-    def gathered(self, block: Node, sizes: list[int], shape: tuple[int, ...]) -> Node:
+    def gathered(self, shard: Node, sizes: list[int], shape: tuple[int, ...]) -> Node:
         """The whole parameter."""
         if self.place.padded:
-            return self._gathered_with_padding(block, sizes)
-        flat = self.done(_ours.all_gather_v.default, block, 0, sum(sizes), sizes, 0, [], self.place.group)
+            return self._gathered_with_padding(shard, sizes)
+        flat = self.done(_ours.all_gather_v.default, shard, 0, sum(sizes), sizes, 0, [], self.place.group)
         return self.call(aten.view.default, flat, list(shape)) if len(shape) > 1 else flat
 
-    def _gathered_with_padding(self, block: Node, sizes: list[int]) -> Node:
+    def _gathered_with_padding(self, shard: Node, sizes: list[int]) -> Node:
         most = max(sizes)
-        padded = self._padded(block, most - sizes[self.place.rank])
+        padded = self._padded(shard, most - sizes[self.place.rank])
         whole = self.done(_c10d.all_gather_into_tensor.default, padded, self.place.ranks, self.place.group)
         if set(sizes) == {most}:
             return whole
@@ -154,16 +154,16 @@ class Writer(Builder):
         return self.call(aten.cat.default, parts, 0)
 
     def scattered(self, whole: Node, sizes: list[int]) -> Node:
-        """The sum over the ranks, of which each keeps its block."""
+        """The sum over the ranks, of which each keeps its shard."""
         rows = sizes[self.place.rank]
         if self.place.padded:
             most = max(sizes)
             parts = self.call(aten.split_with_sizes.default, whole, sizes, 0)
-            blocks = [
+            shards = [
                 self._padded(self.call(operator.getitem, parts, r), most - s) if s else self._zeros(whole, most)
                 for r, s in enumerate(sizes)
             ]
-            packed = self.call(aten.cat.default, blocks, 0)
+            packed = self.call(aten.cat.default, shards, 0)
             reduced = self.done(_c10d.reduce_scatter_tensor.default, packed, "sum", self.place.ranks, self.place.group)
             return self.call(aten.slice.Tensor, reduced, 0, 0, rows)
         flat = self.done(_ours.reduce_scatter_v.default, whole, 0, rows, "sum", sizes, 0, [], self.place.group)
@@ -177,9 +177,9 @@ class Writer(Builder):
     def _zeros(self, like: Node, rows: int) -> Node:
         return self.call(aten.new_zeros.default, like, [rows, *like.meta["val"].shape[1:]])
 
-    def turned(self, x: Node, dims: tuple[int, int], cuts: tuple[list[int], list[int]]) -> Node:
-        """A tensor that is cut along the first of two dims, cut along the second one instead."""
-        (src, dst), (given, taken) = dims, cuts
+    def turned(self, x: Node, dims: tuple[int, int], partitions: tuple[list[int], list[int]]) -> Node:
+        """A tensor that is sharded along the first of two dims, sharded along the second one instead."""
+        (src, dst), (given, taken) = dims, partitions
         rows = taken[self.place.rank]
         args = (src, dst, sum(given), rows, given, 0, [], taken, 0, [], self.place.group)
         flat = self.done(_ours.all_to_all_v.default, x, *args)
@@ -189,14 +189,14 @@ class Writer(Builder):
         moved = self.call(aten.view.default, flat, [shape[src], *(s for d, s in enumerate(shape) if d != src)])
         return moved if src == 0 else self.call(aten.permute.default, moved, _first_to(src, len(shape)))
 
-    def recut(self, x: Node, given: list[int], taken: list[int]) -> Node:
-        """A tensor in blocks of rows, in other blocks."""
+    def repartition(self, x: Node, given: list[int], taken: list[int]) -> Node:
+        """A tensor sharded in rows, in other shards."""
         args = (0, sum(given), taken[self.place.rank], given, 0, [], taken, 0, [], [], None, self.place.group)
         flat = self.done(_ours.fetch_ranges.default, x, *args)
         return self.call(aten.view.default, flat, [taken[self.place.rank], *x.meta["val"].shape[1:]])
 
     def rolled(self, x: Node, sizes: list[int], shift: int) -> Node:
-        """A tensor in blocks of rows, rolled along them."""
+        """A tensor sharded in rows, rolled along them."""
         args = (0, shift, -shift, sum(sizes), sizes[self.place.rank], sizes, 0, [], self.place.group)
         flat = self.done(_ours.fetch_around.default, x, *args)
         return self.call(aten.view.default, flat, list(x.meta["val"].shape))
@@ -229,7 +229,7 @@ def _first_to(dim: int, ndim: int) -> list[int]:
     return order
 
 
-# ---------------------------------------------------------------------- parameters that are kept in blocks
+# ---------------------------------------------------------------------- parameters that are kept sharded
 
 SEQUENCE = 2048
 MOST_TOKENS = 1 << 16
@@ -254,12 +254,12 @@ class Size:
     sequence: int = SEQUENCE
 
 
-def balanced_tokens(ranks: int, cuts: Cuts, extent: int = 4096) -> int:
+def balanced_tokens(ranks: int, partitions: Partitions, size: int = 4096) -> int:
     """Tokens of a rank with which a layer computes as long as its parameters take to be gathered, on H100.
 
     A whole number of sequences, up to `MOST_TOKENS`.
     """
-    shares = [max(c) / max(sum(c), 1) for c in (cuts(extent, i) for i in range(4))]
+    shares = [max(c) / max(sum(c), 1) for c in (partitions(size, i) for i in range(4))]
     wire = 2 * (ranks - 1) * sum(shares) / len(shares) / link_of(H100, ranks).bandwidth  # seconds of a parameter
     compute = 2 / (H100.flops[BF16] * H100.share)  # of a parameter and a token
     return SEQUENCE * max(1, min(round(wire / compute / SEQUENCE), MOST_TOKENS // SEQUENCE))
@@ -276,8 +276,8 @@ def fsdp_forward(place: Place, size: Size) -> Graph:
     x = w.input(size.tokens, size.width)
     layers = [_parameters(w, size.width) for _ in range(size.layers)]
     saved: list[Node] = []
-    for blocks in layers:
-        norm, qkv, out, norm2, up, down = (w.gathered(*b) for b in blocks)
+    for shards in layers:
+        norm, qkv, out, norm2, up, down = (w.gathered(*b) for b in shards)
         h = w.normed(x, norm)
         attended = _attention(w, w.mm(h, w.t(qkv)), size)
         y = w.call(aten.add.Tensor, x, w.mm(attended[0], w.t(out)))
@@ -333,9 +333,9 @@ def fsdp_backward(place: Place, size: Size) -> Graph:
     saved = [_saved(w, size) for _ in range(size.layers)]
     dy = w.input(size.tokens, size.width)
     results: list[Node] = []
-    for blocks, (x, h, a, packed, rest, y, h2, wide, g) in zip(layers[::-1], saved[::-1], strict=True):
-        sizes = [b[1] for b in blocks]
-        down, up, norm2, out, qkv, norm = (w.gathered(*b) for b in blocks[::-1])
+    for shards, (x, h, a, packed, rest, y, h2, wide, g) in zip(layers[::-1], saved[::-1], strict=True):
+        sizes = [b[1] for b in shards]
+        down, up, norm2, out, qkv, norm = (w.gathered(*b) for b in shards[::-1])
         d_down = w.scattered(w.mm(w.t(dy), g), sizes[5])
         d_wide = w.call(aten.gelu_backward.default, w.mm(dy, down), wide)
         d_up = w.scattered(w.mm(w.t(d_wide), h2), sizes[4])
@@ -387,7 +387,7 @@ class Experts:
 def experts_forward(place: Place, size: Experts) -> Graph:
     """Tokens go to the ranks of their experts and back, in two halves; every token also meets a shared expert."""
     w = Writer(place)
-    given, taken = _expert_cuts(w, size)
+    given, taken = _expert_partitions(w, size)
     n, rows = sum(taken), given[place.rank]
     weights = [_expert_weights(w, taken[place.rank], size) for _ in range(size.layers)]
     halves = [w.input(n, rows, size.width) for _ in range(2)]
@@ -410,12 +410,12 @@ def experts_forward(place: Place, size: Experts) -> Graph:
 def experts_backward(place: Place, size: Experts) -> Graph:
     """The backward pass of `experts_forward`, but for the gradients' reduction."""
     w = Writer(place)
-    given, taken = _expert_cuts(w, size)
+    given, taken = _expert_partitions(w, size)
     n, rows, mine = sum(taken), given[place.rank], taken[place.rank]
     weights = [_expert_weights(w, mine, size) for _ in range(size.layers)]
-    extents = [(n, rows, size.width), (mine, sum(given), size.width), (mine, sum(given), size.hidden)]
+    sizes = [(n, rows, size.width), (mine, sum(given), size.width), (mine, sum(given), size.hidden)]
     hidden = (n * rows, size.hidden)
-    saved = [[[w.input(*e) for e in (*extents, hidden)] for _ in range(2)] for _ in range(size.layers)]
+    saved = [[[w.input(*e) for e in (*sizes, hidden)] for _ in range(2)] for _ in range(size.layers)]
     grads = [w.input(n, rows, size.width) for _ in range(2)]
     results: list[Node] = []
     for layer, (shared_in, shared_out, own_in, own_out) in reversed(list(enumerate(weights))):
@@ -438,9 +438,9 @@ def _bmm(w: Writer, a: Node, b: Node, turn: int) -> Node:
     return w.call(aten.bmm.default, *((turned, b) if turn == 1 else (a, turned)))
 
 
-def _expert_cuts(w: Writer, size: Experts) -> tuple[list[int], list[int]]:
-    """How the tokens of an expert and how the experts are cut."""
-    return w.cut(w.place.ranks * size.tokens), w.cut(w.place.ranks * size.experts)
+def _expert_partitions(w: Writer, size: Experts) -> tuple[list[int], list[int]]:
+    """How the tokens of an expert and how the experts are sharded."""
+    return w.partition(w.place.ranks * size.tokens), w.partition(w.place.ranks * size.experts)
 
 
 def _expert_weights(w: Writer, mine: int, size: Experts) -> list[Node]:
@@ -453,7 +453,7 @@ def _expert_weights(w: Writer, mine: int, size: Experts) -> list[Node]:
 
 @dataclass(frozen=True)
 class Images:
-    """Of a U-Net on images whose rows are cut.
+    """Of a U-Net on images whose rows are sharded.
 
     Attributes:
         rows: of one rank on average, a multiple of four.
@@ -469,16 +469,16 @@ class Images:
 
 
 def unet_forward(place: Place, size: Images) -> Graph:
-    """Two levels down and up; each convolution fetches the rows next to its block. No block is empty."""
+    """Two levels down and up; each convolution fetches the rows next to its shard. No shard is empty."""
     w = Writer(place)
-    cut = [4 * (s + 1) for s in w.cut(size.rows * place.ranks // 4)]
-    sizes = [[s // 2**level for s in cut] for level in range(3)]
+    partition = [4 * (s + 1) for s in w.partition(size.rows * place.ranks // 4)]
+    sizes = [[s // 2**level for s in partition] for level in range(3)]
     c = size.channels
     plan = [(3, c, 0), (c, 2 * c, 1), (2 * c, 4 * c, 2), (6 * c, 2 * c, 1), (3 * c, c, 0)]
     kernels = [(w.input(o, i, 3, 3), w.input(o, o, 3, 3)) for i, o, _ in plan]
     results: list[Node] = []
     for _ in range(size.halves):
-        x = w.input(1, 3, cut[place.rank], size.columns)
+        x = w.input(1, 3, partition[place.rank], size.columns)
         skips: list[Node] = []
         for (first, second), (_, _, level) in zip(kernels, plan, strict=True):
             down = level == len(skips)
@@ -505,12 +505,12 @@ def _doubled(x: Node) -> list[int]:
 
 
 def _haloed(w: Writer, x: Node, sizes: list[int]) -> Node:
-    """A block with one row more on either side, fetched where there is one, and a column of zeros on either side."""
+    """A shard with one row more on either side, fetched where there is one, and a column of zeros on either side."""
     start, end = sum(sizes[: w.place.rank]), sum(sizes[: w.place.rank + 1])
     above, below = start > 0, end < sum(sizes)
     rows = end - start + above + below
-    cut = (sizes, 0, [])
-    args = (2, sum(sizes), rows, *cut, *cut, [sum(sizes), 1, 1, 1, 1], None, w.place.group)
+    partition = (sizes, 0, [])
+    args = (2, sum(sizes), rows, *partition, *partition, [sum(sizes), 1, 1, 1, 1], None, w.place.group)
     flat = w.done(_ours.fetch_ranges.default, x, *args)
     batch, channels, _, columns = x.meta["val"].shape
     moved = w.call(aten.view.default, flat, [rows, batch, channels, columns])
@@ -522,7 +522,7 @@ def _haloed(w: Writer, x: Node, sizes: list[int]) -> Node:
 
 
 def drawn(place: Place, numbers: random.Random, ops: int = 40) -> Graph:
-    """Matrices, cut or whole, that are gathered, reduced, exchanged, multiplied and added at random.
+    """Matrices, sharded or whole, that are gathered, reduced, exchanged, multiplied and added at random.
 
     Args:
         place: where it is written for.
@@ -530,58 +530,58 @@ def drawn(place: Place, numbers: random.Random, ops: int = 40) -> Graph:
         ops: how many.
     """
     w = Writer(place)
-    extent = numbers.choice([16, 64, 512])
-    whole = [w.input(extent, extent)]
-    cuts = [w.cut(extent) for _ in range(3)]
-    blocks = [(w.input(c[place.rank], extent), c) for c in cuts]
-    # What meets no collective does not tell that other ranks have other extents, see `blocks.labels`.
-    whole += [w.gathered(block, sizes, (extent, extent)) for block, sizes in blocks]
+    size = numbers.choice([16, 64, 512])
+    whole = [w.input(size, size)]
+    partitions = [w.partition(size) for _ in range(3)]
+    shards = [(w.input(c[place.rank], size), c) for c in partitions]
+    # What meets no collective does not tell that other ranks have other sizes, see `shards.labels`.
+    whole += [w.gathered(shard, sizes, (size, size)) for shard, sizes in shards]
     for _ in range(ops):
         kind = numbers.choice(
-            ["gather", "scatter", "exchange", "reduce", "product", "sum", "block product", "recut", "roll"]
+            ["gather", "scatter", "exchange", "reduce", "product", "sum", "shard product", "repartition", "roll"]
         )
-        block, sizes = numbers.choice(blocks)
+        shard, sizes = numbers.choice(shards)
         x, y = numbers.choice(whole), numbers.choice(whole)
         if kind == "gather":
-            whole.append(w.gathered(block, sizes, (extent, extent)))
+            whole.append(w.gathered(shard, sizes, (size, size)))
         elif kind == "scatter":
-            blocks.append((w.scattered(x, sizes), sizes))
+            shards.append((w.scattered(x, sizes), sizes))
         elif kind == "exchange":
-            other = numbers.choice(cuts)
-            turned = w.turned(block, (0, 1), (sizes, other))
-            blocks.append((w.turned(turned, (1, 0), (other, sizes)), sizes))
+            other = numbers.choice(partitions)
+            turned = w.turned(shard, (0, 1), (sizes, other))
+            shards.append((w.turned(turned, (1, 0), (other, sizes)), sizes))
         elif kind == "reduce":
-            flat = w.call(aten.view.default, x, [extent * extent])
+            flat = w.call(aten.view.default, x, [size * size])
             reduced = w.done(_c10d.all_reduce.default, flat, "sum", place.group)
-            whole.append(w.call(aten.view.default, reduced, [extent, extent]))
+            whole.append(w.call(aten.view.default, reduced, [size, size]))
         elif kind == "product":
             whole.append(w.mm(x, y))
         elif kind == "sum":
             whole.append(w.call(aten.add.Tensor, x, y))
-        elif kind == "recut":
-            other = numbers.choice(cuts)
-            blocks.append((w.recut(block, sizes, other), other))
+        elif kind == "repartition":
+            other = numbers.choice(partitions)
+            shards.append((w.repartition(shard, sizes, other), other))
         elif kind == "roll":
-            blocks.append((w.rolled(block, sizes, numbers.choice([-1, 1, 3])), sizes))
+            shards.append((w.rolled(shard, sizes, numbers.choice([-1, 1, 3])), sizes))
         else:
-            blocks.append((w.mm(block, x), sizes))
-    return w.output(*whole[-4:], *(b for b, _ in blocks[-4:]))
+            shards.append((w.mm(shard, x), sizes))
+    return w.output(*whole[-4:], *(b for b, _ in shards[-4:]))
 
 
 # -------------------------------------------------------------------------------------------- traced models
 
 Rows = Callable[[int, int], list[int]]
-"""Block sizes of a number of rows over a number of ranks."""
+"""Shard sizes of a number of rows over a number of ranks."""
 
 
 def sharded(mesh: DeviceMesh, shape: Sequence[int], dim: int, sizes: list[int]) -> sc.ShardTensor:
-    """Values of some kind, cut along a dim."""
+    """Values of some kind, sharded along a dim."""
     local = [sizes[mesh.get_local_rank()] if d == dim else s for d, s in enumerate(shape)]
     return sc.ShardTensor.from_local(torch.randn(local), mesh, [Shard(dim)], {0: sizes})
 
 
 def point_transformer(rows: Rows) -> Any:
-    """A `build` of a transformer on points that are cut unevenly."""
+    """A `build` of a transformer on points that are sharded unevenly."""
 
     def build(mesh: DeviceMesh) -> Any:
         net = PointTransformer(features=5, channels=256, heads=8, slices=64, layers=4)
@@ -635,7 +635,7 @@ class UNet(nn.Module):
 
 
 def unet(rows: Rows) -> Any:
-    """A `build` of a U-Net on images whose rows are cut unevenly, in whole fours."""
+    """A `build` of a U-Net on images whose rows are sharded unevenly, in whole fours."""
 
     def build(mesh: DeviceMesh) -> Any:
         net = UNet()
@@ -650,8 +650,8 @@ def fsdp_module(rows: Rows, layers: int = 2, width: int = 2048) -> Any:
     """A `build` of perceptrons whose parameters are gathered, and whose gradients are reduced and scattered."""
 
     def build(mesh: DeviceMesh) -> Any:
-        def parameter(extent: int, *rest: int) -> sc.ShardTensor:
-            sizes = rows(extent, mesh.size())
+        def parameter(size: int, *rest: int) -> sc.ShardTensor:
+            sizes = rows(size, mesh.size())
             local = torch.randn(sizes[mesh.get_local_rank()], *rest, dtype=BF16)
             return sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes}).requires_grad_()
 
@@ -660,9 +660,9 @@ def fsdp_module(rows: Rows, layers: int = 2, width: int = 2048) -> Any:
         ]
 
         def loss(x: Tensor, parameters: Any) -> Tensor:
-            for blocks in parameters:
+            for shards in parameters:
                 norm, up, down = (
-                    p.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) for p in blocks
+                    p.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) for p in shards
                 )
                 x = x + F.linear(F.gelu(F.linear(F.rms_norm(x, (width,), norm), up)), down)
             return x.float().square().mean()

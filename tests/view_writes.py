@@ -1,4 +1,4 @@
-"""Programs that write through views, drawn at random: blocks of any strides, chains of views, writes, all compared."""
+"""Programs that write through views, drawn at random: shards of any strides, chains of views, writes, all compared."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shardcompile.testing.arrange import seed_of
 Op = Callable[[Tensor], Any]
 
 
-def stored(block: Tensor, way: str) -> Tensor:
-    """The block with other strides."""
-    order = list(range(block.ndim))
+def stored(shard: Tensor, way: str) -> Tensor:
+    """The shard with other strides."""
+    order = list(range(shard.ndim))
     if way == "turned":
-        return block.permute(order[::-1]).contiguous().permute(order[::-1])
+        return shard.permute(order[::-1]).contiguous().permute(order[::-1])
     if way == "gaps":
-        wide = block.new_full((*block.shape[:-1], 2 * block.shape[-1] + 1), -1)
-        wide[..., 1::2] = block
+        wide = shard.new_full((*shard.shape[:-1], 2 * shard.shape[-1] + 1), -1)
+        wide[..., 1::2] = shard
         return wide[..., 1::2]
-    if way == "odd" and block.shape[0] <= 1:
-        memory = block.new_zeros(block.numel() + 9)
-        memory[: block.numel()] = block.reshape(-1)
-        return memory.as_strided(block.shape, (3, *block.contiguous().stride()[1:]))
-    return block.clone()
+    if way == "odd" and shard.shape[0] <= 1:
+        memory = shard.new_zeros(shard.numel() + 9)
+        memory[: shard.numel()] = shard.reshape(-1)
+        return memory.as_strided(shard.shape, (3, *shard.contiguous().stride()[1:]))
+    return shard.clone()
 
 
-def blocks(full: Tensor, mesh: DeviceMesh, rng: random.Random, own: random.Random) -> sc.ShardTensor:
-    """A sharded tensor from blocks that every rank stores in a way of its own.
+def shards(full: Tensor, mesh: DeviceMesh, rng: random.Random, own: random.Random) -> sc.ShardTensor:
+    """A sharded tensor from shards that every rank stores in a way of its own.
 
     Args:
         full: the values.
@@ -48,9 +48,9 @@ def blocks(full: Tensor, mesh: DeviceMesh, rng: random.Random, own: random.Rando
         return sc.ShardTensor.from_local(stored(full, way), mesh, [Replicate()], {})
     ends = sorted(rng.randint(0, full.shape[dim]) for _ in range(mesh.size() - 1))
     sizes = [b - a for a, b in zip([0, *ends], [*ends, full.shape[dim]], strict=True)]
-    block = full.split(sizes, dim)[mesh.get_local_rank()]
+    shard = full.split(sizes, dim)[mesh.get_local_rank()]
     stated: Any = {0: sizes} if rng.random() < 0.7 else "infer"
-    return sc.ShardTensor.from_local(stored(block, way), mesh, [Shard(dim)], stated)
+    return sc.ShardTensor.from_local(stored(shard, way), mesh, [Shard(dim)], stated)
 
 
 def draw_view(rng: random.Random, x: Tensor) -> tuple[str, Op]:
@@ -111,7 +111,7 @@ def program(seed: int, mesh: DeviceMesh) -> list[str]:
     rng, own = random.Random(seed), random.Random(seed_of(seed, mesh.get_local_rank()))
     shape = tuple(rng.choice([0, 1, 2, 3, 4, 6]) for _ in range(rng.randint(1, 3)))
     full = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    theirs, ours, texts, refused = [full.clone()], [blocks(full, mesh, rng, own)], ["x"], []
+    theirs, ours, texts, refused = [full.clone()], [shards(full, mesh, rng, own)], ["x"], []
     with torch.inference_mode(rng.random() < 0.2), torch.no_grad():
         for _ in range(6):
             n = rng.randrange(len(theirs))

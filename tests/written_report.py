@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardcompile.reports import Compilation, GraphReport, IssuedCollective, PassStep, Report, Span, TracedCollective
+from shardcompile.inspect import Compilation, GraphReport, IssuedCollective, PassStep, Report, Span, TracedCollective
 
 HOSTILE = (
     "</script><script>document.title = 'taken over'</script><!-- <img src=x onerror=alert(1)> & \"'${title} \u2028"

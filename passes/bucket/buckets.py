@@ -1,12 +1,12 @@
 """Buckets: many collectives in one.
 
 A small collective costs little but its latency. The gradients of a model's parameters, reduced one by one, cost a
-multiple of what their bytes do. So do gathers of parameters that are kept in blocks. Torch's own even collectives meet
+multiple of what their bytes do. So do gathers of parameters that are kept sharded. Torch's own even collectives meet
 as ours do, and each other.
 
 What meets in a bucket follows from the program and from sizes that all ranks of a group share. It never depends on the
-bytes of this rank's block: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or
-before what reads the first member's result, together with all that its payloads need.
+bytes of this rank's local shard: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member
+was, or before what reads the first member's result, together with all that its payloads need.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET, ALL_TO_ALL_BUCKET, REDUCE_SCATTER_BUCKET
-from shardcompile.collectives.of_torch import REDUCE_SCATTER
 from shardcompile.collectives.range_bucket import RANGE_BUCKET, is_filled, together
 from shardcompile.collectives.ranges import moved
 from shardcompile.collectives.reductions import ALL_REDUCE
+from shardcompile.collectives.torch_collectives import REDUCE_SCATTER
 from shardcompile.collectives.traffic import (
     Load,
     Traffic,
@@ -35,11 +35,11 @@ from shardcompile.collectives.traffic import (
 )
 from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import GroupCut
 from shardcompile.passes.bucket.choice import Choice
 from shardcompile.passes.cost.model import CostModel, computes_nothing
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
+from shardcompile.sharding import GroupPartition
 
 aten = torch.ops.aten
 
@@ -161,12 +161,12 @@ class BucketAllReduces(Bucketing):
 
 
 class BucketAllGathers(Bucketing):
-    """Gather the blocks of many tensors in one collective, of any sizes and dtypes.
+    """Gather the shards of many tensors in one collective, of any sizes and dtypes.
 
         all_gather_v(a, ...); all_gather_v(b, ...)   ->   all_gather_bucket([a, b], ...), split
 
-    Legal because a gather moves elements and computes nothing. Each rank sends its blocks of all members one after the
-    other: the bytes on the wire are those of the blocks. Even gathers of torch's own join.
+    Legal because a gather moves elements and computes nothing. Each rank sends its shards of all members one after the
+    other: the bytes on the wire are those of the shards. Even gathers of torch's own join.
     """
 
     name = "bucket_all_gathers"
@@ -182,17 +182,23 @@ class BucketAllGathers(Bucketing):
         return gathered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, dims, totals, cuts = _join_arguments(members)
+        inputs, dims, totals, partitions = _join_arguments(members)
         group_name = members[-1].group_name
         start = add_call(
-            graph, ALL_GATHER_BUCKET, inputs=inputs, dims=dims, totals=totals, cuts=cuts, group_name=group_name
+            graph,
+            ALL_GATHER_BUCKET,
+            inputs=inputs,
+            dims=dims,
+            totals=totals,
+            partitions=partitions,
+            group_name=group_name,
         )
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
 
 
 class BucketReduceScatters(Bucketing):
-    """Reduce many tensors, and leave each rank its blocks, in one collective.
+    """Reduce many tensors, and leave each rank its shards, in one collective.
 
         reduce_scatter_v(a, ...); reduce_scatter_v(b, ...)           ->   reduce_scatter_bucket([a, b], ...), split
         reduce_scatter_tensor(a); reduce_scatter_tensor(b)           ->   reduce_scatter_tensor(cat(a, b)), split
@@ -224,15 +230,15 @@ class BucketReduceScatters(Bucketing):
         if all(map(_is_even, members)):
             start = _even_scatter(graph, members)
         else:
-            inputs, dims, blocks, cuts = _join_arguments(members)
+            inputs, dims, shards, partitions = _join_arguments(members)
             start = add_call(
                 graph,
                 REDUCE_SCATTER_BUCKET,
                 inputs=inputs,
                 dims=dims,
-                blocks=blocks,
+                shards=shards,
                 reduce_op=members[-1].arguments.reduce_op,
-                cuts=cuts,
+                partitions=partitions,
                 group_name=members[-1].group_name,
             )
         dtype = start.meta["val"].dtype
@@ -240,7 +246,7 @@ class BucketReduceScatters(Bucketing):
 
 
 class BucketAllToAlls(Bucketing):
-    """Exchange the blocks of many tensors between the same ranks in one collective.
+    """Exchange the shards of many tensors between the same ranks in one collective.
 
         all_to_all_v(a, ...); all_to_all_v(b, ...)   ->   all_to_all_bucket([a, b], ...), split
 
@@ -257,10 +263,16 @@ class BucketAllToAlls(Bucketing):
         return exchanged_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, dims, extents, cuts = _join_arguments(members)
+        inputs, dims, sizes, partitions = _join_arguments(members)
         group_name = members[-1].group_name
         start = add_call(
-            graph, ALL_TO_ALL_BUCKET, inputs=inputs, dims=dims, extents=extents, cuts=cuts, group_name=group_name
+            graph,
+            ALL_TO_ALL_BUCKET,
+            inputs=inputs,
+            dims=dims,
+            sizes=sizes,
+            partitions=partitions,
+            group_name=group_name,
         )
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
@@ -296,30 +308,30 @@ def _is_static(c: Collective) -> bool:
 
 
 def _is_even(c: Collective) -> bool:
-    """Whether it is one of torch's own, of which all blocks are of one size."""
+    """Whether it is one of torch's own, of which all shards are of one size."""
     return c.descriptor.run is None
 
 
-def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupCut]]:
-    """Payloads, dims, extents and cuts of members, as the arguments of a bucket."""
+def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupPartition]]:
+    """Payloads, dims, sizes and partitions of members, as the arguments of a bucket."""
     inputs: list[Any] = []
     dims: list[int] = []
-    extents: list[Any] = []
-    cuts: list[GroupCut] = []
+    sizes: list[Any] = []
+    partitions: list[GroupPartition] = []
     for m in members:
         inputs.append(m.payload)
         joins, result = m.descriptor.joins, _result(m)
-        assert joins is not None and joins.cuts is not None
+        assert joins is not None and joins.partitions is not None
         dims += list(result)
-        extents += list(result.values())
-        cuts += joins.cuts(m.parts)
-    return inputs, dims, extents, cuts
+        sizes += list(result.values())
+        partitions += joins.partitions(m.parts)
+    return inputs, dims, sizes, partitions
 
 
 def _result(c: Collective) -> dict[int, Any]:
-    """Extents of a result where they are not the payload's, as numbers and nodes."""
-    assert c.descriptor.extents is not None, f"{c.kind} joins a bucket"
-    return c.descriptor.extents(c.parts)
+    """Sizes of a result where they are not the payload's, as numbers and nodes."""
+    assert c.descriptor.sizes is not None, f"{c.kind} joins a bucket"
+    return c.descriptor.sizes(c.parts)
 
 
 def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
@@ -381,10 +393,10 @@ def _length(graph: Graph, c: Collective, dtype: torch.dtype) -> Any:
 def _factors(graph: Graph, c: Collective) -> list[Any]:
     """Numbers and nodes whose product is the length of a flat result of ours."""
     moved = _result(c)
-    return [moved[d] if d in moved else _extent(graph, c.payload, d) for d in range(c.value.ndim)]
+    return [moved[d] if d in moved else _size(graph, c.payload, d) for d in range(c.value.ndim)]
 
 
-def _extent(graph: Graph, node: Node, dim: int) -> object:
+def _size(graph: Graph, node: Node, dim: int) -> object:
     size = node.meta["val"].shape[dim]
     return add_node(graph, aten.sym_size.int, node, dim) if isinstance(size, torch.SymInt) else size
 

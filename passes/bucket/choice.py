@@ -25,7 +25,7 @@ from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.traffic import Load, Traffic
 from shardcompile.machines import Price
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices, readable
-from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure
 from shardcompile.passes.schedule.edges import Edges
@@ -193,7 +193,7 @@ class Choice:
         n = self.model.group_size(c.group_name)
         if n is None:
             return None
-        members = blocks.members(c, n)
+        members = rank_dependent_sizes.members(c, n)
         joins = c.descriptor.joins
         return joins.load(members, n) if joins is not None and readable(c, members, labels) else None
 

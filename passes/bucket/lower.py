@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.collectives.gathers import ALL_GATHER_V
-from shardcompile.collectives.of_torch import ALL_GATHER
+from shardcompile.collectives.torch_collectives import ALL_GATHER
 from shardcompile.collectives.transport import TRANSPORTS
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 
@@ -19,12 +19,12 @@ _RINGS = tuple(t.name for t in TRANSPORTS.values() if t.rings)
 
 
 class LowerEvenGathers:
-    """Gather blocks that are known to be of one size with torch's own collective.
+    """Gather shards that are known to be of one size with torch's own collective.
 
         all_gather_v(x, dim, total, [n, n, ...])   ->   all_gather_into_tensor(x), of which Inductor plans the memory
 
     Legal because both give the same rows in the same order. On NCCL it is one ring kernel in place of sends and
-    receives. On gloo it is not done: there, blocks that are sent straight into their places are faster (measured in
+    receives. On gloo it is not done: there, shards that are sent straight into their places are faster (measured in
     `benchmarks/collectives.py`). Every other collective stays an op that decides when it runs, from sizes that all
     ranks know: exact, or padded once where that is cheaper (`shardcompile.collectives.transport`).
 

@@ -86,9 +86,9 @@ def erase_unused(graph: Graph, node: Node) -> None:
         graph.erase_node(node)
 
 
-def blocks_of(arguments: Any) -> tuple[Any, ...]:
-    """Which blocks of which dim an op takes, places or gathers."""
-    return arguments.dim, arguments.cut, arguments.group_name
+def shards_of(arguments: Any) -> tuple[Any, ...]:
+    """Which shards of which dim an op takes, places or gathers."""
+    return arguments.dim, arguments.partition, arguments.group_name
 
 
 def equal(a: Any, b: Any) -> bool:

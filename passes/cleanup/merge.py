@@ -1,7 +1,7 @@
 """Reductions that wait for one another become one.
 
-A softmax along a cut dim, and what is weighted by it, are three collectives: the maximum, the sum of exponentials, the
-weighted sum. None of them can hide behind the other, and no order helps.
+A softmax along a sharded dim, and what is weighted by it, are three collectives: the maximum, the sum of exponentials,
+the weighted sum. None of them can hide behind the other, and no order helps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.passes.cleanup.edits import equal
-from shardcompile.passes.cleanup.factors import (
+from shardcompile.passes.cleanup.linear_factors import (
     DEPTH,
     RESHAPES,
     Call,
@@ -28,8 +28,7 @@ from shardcompile.passes.cleanup.factors import (
     laid_out,
     origin,
 )
-from shardcompile.passes.cleanup.maxima import Maximum
-from shardcompile.passes.cleanup.moments import merge_moments, scaled_sum
+from shardcompile.passes.cleanup.maximum import Maximum
 from shardcompile.passes.cleanup.products import multiply_sums
 from shardcompile.passes.cleanup.rewrite import (
     GatherPrices,
@@ -45,6 +44,7 @@ from shardcompile.passes.cleanup.rewrite import (
     sums,
     usual,
 )
+from shardcompile.passes.cleanup.variance import merge_moments, scaled_sum
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node, inherit, kind_of, reduction_of
 
@@ -69,7 +69,7 @@ class Sum:
 class MergeReductions:
     """Make one collective of reductions that wait for one another.
 
-    For rows ``x[n]`` in blocks, weights ``p = softmax(x)`` along ``n`` and values ``v``:
+    For rows ``x[n]`` sharded, weights ``p = softmax(x)`` along ``n`` and values ``v``:
 
         max = all_reduce(max x); s = all_reduce(sum exp(x - max)); y = all_reduce(sum exp(x - max) / s * v)
 
@@ -87,10 +87,10 @@ class MergeReductions:
 
        which is the way of the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
        2018, arXiv:1805.02867). The same holds for what else is subtracted, such as the finite part of the maximum in
-       ``logsumexp``. A rank whose block is empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0
+       ``logsumexp``. A rank whose shard is empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0
        and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where none has, it is
        NaN, as in plain PyTorch. A NaN or inf on any rank passes through its weight.
-    5. *Mean and variance* travel in one gather as well, see `shardcompile.passes.cleanup.moments`.
+    5. *Mean and variance* travel in one gather as well, see `shardcompile.passes.cleanup.variance`.
 
     A gather moves the partial results once for each rank, a reduction about twice in all; so steps 4 and 5 are done
     where the gather takes less time than the reductions one after the other. That is told by the prices of the group's

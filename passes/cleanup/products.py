@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.passes.cleanup.edits import equal
-from shardcompile.passes.cleanup.factors import Factors, origin
+from shardcompile.passes.cleanup.linear_factors import Factors, origin
 from shardcompile.passes.cleanup.rewrite import erase, flat, in_shape_of, replace_results, shaped, sums
 from shardcompile.passes.graph.collective import Collective, add_node
 

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.collectives.of_torch import ALL_GATHER
-from shardcompile.passes.cleanup.factors import RESHAPES, extents
+from shardcompile.collectives.torch_collectives import ALL_GATHER
+from shardcompile.passes.cleanup.linear_factors import RESHAPES, sizes_of
 from shardcompile.passes.cost.model import CostModel
-from shardcompile.passes.graph.blocks import labels
 from shardcompile.passes.graph.collective import (
     NOTES,
     WAIT,
@@ -24,6 +23,7 @@ from shardcompile.passes.graph.collective import (
     reduction_of,
 )
 from shardcompile.passes.graph.dependencies import ordered_inputs, reorder, writes
+from shardcompile.passes.graph.rank_dependent_sizes import labels
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def flat(graph: Graph, node: Node, like: Node | None) -> Node:
     """A value with one dim, or in the shape of a flat one."""
     if node.meta["val"].ndim == (1 if like is None else like.meta["val"].ndim):
         return node
-    sizes = extents(graph, like) if like is not None else [-1]
+    sizes = sizes_of(graph, like) if like is not None else [-1]
     value = node.meta["val"]
     if value.ndim > 1 and not (all(isinstance(s, int) for s in value.shape) and value.is_contiguous()):
         node = add_node(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -108,7 +108,7 @@ def flat(graph: Graph, node: Node, like: Node | None) -> Node:
 
 def in_shape_of(graph: Graph, flat: Node, value: Node) -> Node:
     """A flat value in the shape of another."""
-    return flat if value.meta["val"].ndim == 1 else add_node(graph, aten.view.default, flat, extents(graph, value))
+    return flat if value.meta["val"].ndim == 1 else add_node(graph, aten.view.default, flat, sizes_of(graph, value))
 
 
 def exchanged(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]) -> list[Node]:
@@ -126,14 +126,14 @@ def exchanged(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]
     start = add_call(graph, ALL_GATHER, input=packed, group_size=ranks, group_name=members[0].group_name)
     inherit(start, members)
     _tell(start, members)
-    (total,) = extents(graph, packed)
+    (total,) = sizes_of(graph, packed)
     rows = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [ranks, total])
-    lengths = [extents(graph, piece)[0] for piece in pieces]
+    lengths = [sizes_of(graph, piece)[0] for piece in pieces]
     columns = add_node(graph, aten.split_with_sizes.default, rows, lengths, 1)
     found: list[Node] = []
     for i, part in enumerate(parts):
         column = add_node(graph, operator.getitem, columns, i)  # its rows lie apart, which their views may keep
-        found.append(add_node(graph, aten.view.default, column, [ranks, *extents(graph, part)]))
+        found.append(add_node(graph, aten.view.default, column, [ranks, *sizes_of(graph, part)]))
     return found
 
 

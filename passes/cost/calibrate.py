@@ -21,8 +21,8 @@ from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.transport import transport_of
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import CHUNK_KEY, GroupCut
 from shardcompile.machines import Device, Link
+from shardcompile.sharding import CHUNK_KEY, GroupPartition
 
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 """Bytes of the tensors that are gathered, broadcast and reduced."""
@@ -31,7 +31,7 @@ REPEATS, ROUNDS = 5, 5
 """Runs of each measurement in a round, after one that warms up, and rounds. The fastest run counts: other work on the
 machine only ever adds. It comes in bursts of seconds, so that runs one after the other may all be slow."""
 
-_EXTENT, _NUMBERS, _KEPT = 512, 1 << 22, 6
+_SIZE, _NUMBERS, _KEPT = 512, 1 << 22, 6
 """Of square matrices that are multiplied; of tensors that are added, which are too large for caches; how many sums are
 kept at a time."""
 
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES, repeats: int = REPEATS) -> Link:
     """Latency and bandwidth of a group, measured; every rank of the group has to call it and gets the same numbers.
 
-    All-gathers of the library, of equal blocks, broadcasts and all-reduces are timed from start to end of the wait. Of
+    All-gathers of the library, of equal shards, broadcasts and all-reduces are timed from start to end of the wait. Of
     each size the slowest rank counts, so that all ranks fit a line to the same points. From one group size one cannot
     tell the launch from the growth with the group: the latency is divided equally over the launch and each doubling.
 
@@ -104,7 +104,7 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
         raise CollectiveError("what GPUs compute with is not measured; take one of shardcompile.machines")
     runs = _products() | _passes_over_memory() | _layers_of_small_kernels() | _masked()
     took = _fastest(runs, group, torch.device("cpu"), repeats)
-    flops = {dtype: 2 * _EXTENT**3 / took[dtype] for dtype in _DTYPES}
+    flops = {dtype: 2 * _SIZE**3 / took[dtype] for dtype in _DTYPES}
     adding = took["sums"] / _KEPT
     element = max(took["exp"] - took["neg"], 0.0) / _CACHED
     few, many = _LAYERS
@@ -171,22 +171,22 @@ def _samples(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[Sa
     moved: dict[Hashable, float] = {}
     through = (n - 1) / n if transport.uses_cpu else 1  # GPUs pipeline a broadcast
     for nbytes in sizes:
-        block = max(nbytes // (4 * n), 1)
+        shard = max(nbytes // (4 * n), 1)
         for collective, length, share in (
-            (_gather, block, (n - 1) / n),
-            (_broadcast, n * block, through),
-            (_reduce, n * block, 2 * (n - 1) / n),
+            (_gather, shard, (n - 1) / n),
+            (_broadcast, n * shard, through),
+            (_reduce, n * shard, 2 * (n - 1) / n),
         ):
             key = collective, nbytes
             runs[key] = functools.partial(collective, torch.zeros(length, device=device), group)
-            moved[key] = share * 4 * n * block
+            moved[key] = share * 4 * n * shard
     took = _fastest(runs, group, device, repeats)
     return [Sample(moved[key], seconds) for key, seconds in took.items()]
 
 
 def _gather(x: Tensor, group: ProcessGroup) -> None:
-    n, block = group.size(), x.shape[0]
-    ALL_GATHER_V.start(AllGatherV(x, 0, n * block, GroupCut([block] * n, CHUNK_KEY, []), group.group_name)).wait()
+    n, shard = group.size(), x.shape[0]
+    ALL_GATHER_V.start(AllGatherV(x, 0, n * shard, GroupPartition([shard] * n, CHUNK_KEY, []), group.group_name)).wait()
 
 
 def _broadcast(x: Tensor, group: ProcessGroup) -> None:
@@ -211,7 +211,7 @@ def _host(group: ProcessGroup, repeats: int) -> float:
 
 def _busy(group: ProcessGroup, repeats: int) -> float:
     """How much of a transfer is missing to the compute beside it: 0 if they run side by side, 1 if in turns."""
-    x, a = torch.zeros(SIZES[-1] // 4), torch.ones(_EXTENT, _EXTENT)
+    x, a = torch.zeros(SIZES[-1] // 4), torch.ones(_SIZE, _SIZE)
     moves, product = functools.partial(_reduce, x, group), functools.partial(torch.mm, a, a)
     alone = _fastest({"moving": moves, "product": product}, group, x.device, repeats)
     products = max(round(alone["moving"] / alone["product"]), 1)
@@ -235,7 +235,7 @@ _Runs = dict[Hashable, Callable[[], object]]
 
 def _products() -> _Runs:
     """Of square matrices, by dtype."""
-    squares = {dtype: torch.ones(_EXTENT, _EXTENT, dtype=dtype) for dtype in _DTYPES}
+    squares = {dtype: torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in _DTYPES}
     return {dtype: functools.partial(torch.mm, a, a) for dtype, a in squares.items()}
 
 

@@ -1,7 +1,8 @@
 """What the nodes of a graph cost: seconds and bytes, the same on every rank.
 
 Costs are reckoned with symbolic sizes by their hints, which the library makes the same on every rank, and with the
-size vectors of cuts. Numbers that may differ between ranks are never read: see `shardcompile.passes.graph.blocks`.
+size vectors of partitions. Numbers that may differ between ranks are never read: see
+`shardcompile.passes.graph.rank_dependent_sizes`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Member, Traffic, nbytes_of, shares
 from shardcompile.machines import Device, Link, Price
 from shardcompile.passes.cost.operations import dtype_of, flops_of, formula_of, say_once
-from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
 
 NOMINAL_BYTES = 1 << 20
-"""What stands for the bytes of a tensor that may have another size on another rank, where no cut tells the largest."""
+"""What stands for the bytes of a tensor that may have another size on another rank, where no partition tells the
+largest.
+"""
 
 NOMINAL_FLOPS = 2 * 512**3
 """What stands for the operations of a product of such tensors: that of two square matrices of `NOMINAL_BYTES`."""
@@ -55,7 +58,7 @@ class CostModel:
         group_sizes: numbers of ranks by the group's name, where there are no such process groups.
         group_links: links by the group's name, in place of the device's, such as calibrated ones. Groups whose links
             have one name share it.
-        imbalance: the largest block to the mean one: what is computed with blocks takes so much longer on the slowest
+        imbalance: the largest shard to the mean one: what is computed with shards takes so much longer on the slowest
             rank. Passes reckon with 1, since they may meet another graph of the same program in a cache; reports with
             that of the inputs, see `of_slowest_rank`.
     """
@@ -75,25 +78,32 @@ class CostModel:
         Args:
             graph: any.
         """
-        kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
+        kinds = [
+            t.device.type
+            for c in map(Collective.of, graph.nodes)
+            if c
+            for t in rank_dependent_sizes.tensors(c.payloads[0])
+        ]
         if not kinds:
-            kinds = sorted({t.device.type for n in graph.nodes for t in blocks.tensors(n)}, key="cpu".__eq__)
+            kinds = sorted(
+                {t.device.type for n in graph.nodes for t in rank_dependent_sizes.tensors(n)}, key="cpu".__eq__
+            )
         return CostModel(machines.device_of(kinds[0] if kinds else "cpu"))
 
     def of_slowest_rank(self, graph: Graph) -> CostModel:
-        """The same model for the rank with the largest blocks of the inputs that a graph was traced with."""
-        values = (t for n in graph.nodes for t in blocks.tensors(n))
+        """The same model for the rank with the largest shards of the inputs that a graph was traced with."""
+        values = (t for n in graph.nodes for t in rank_dependent_sizes.tensors(n))
         return dataclasses.replace(self, imbalance=compat.imbalance_of(values))
 
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
-        return blocks.size_of_group(name, self.group_sizes)
+        return rank_dependent_sizes.size_of_group(name, self.group_sizes)
 
     def link(self, group_name: str) -> Link:
         """The link that a group uses: told from where its ranks are, or from how many there are if that is unknown."""
         if group_name in self.group_links:
             return self.group_links[group_name]
-        ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
+        ranks = None if group_name in self.group_sizes else rank_dependent_sizes.ranks_of_group(group_name)
         spread = None
         if ranks is not None:
             spread = machines.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
@@ -105,7 +115,8 @@ class CostModel:
 
         Args:
             c: any.
-            labels: of the graph, see `shardcompile.passes.graph.blocks.labels`; left out, they are looked for.
+            labels: of the graph, see `shardcompile.passes.graph.rank_dependent_sizes.labels`; left out, they are
+                looked for.
         """
         return self.price(c, labels).seconds
 
@@ -116,15 +127,15 @@ class CostModel:
             c: any.
             labels: as for `collective_seconds`.
         """
-        labels = blocks.labels(c.node.graph, self.group_sizes) if labels is None else labels
+        labels = rank_dependent_sizes.labels(c.node.graph, self.group_sizes) if labels is None else labels
         n = self.group_size(c.group_name)
         moved = c.descriptor.traffic
         if n is None or moved is None:
             say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
-        if any(compat.has_no_hint(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
+        if any(compat.has_no_hint(s) for p in c.payloads for t in rank_dependent_sizes.tensors(p) for s in t.shape):
             say_once("collectives of sizes that are known at run time only are priced as if these were 64")
-        members = blocks.members(c, n)
+        members = rank_dependent_sizes.members(c, n)
         if not readable(c, members, labels):
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
         return self.price_of(c.group_name, moved(members, n))
@@ -164,17 +175,21 @@ class CostModel:
             node: any.
             labels: as for `collective_seconds`.
         """
-        labels = blocks.labels(node.graph, self.group_sizes) if labels is None else labels
+        labels = rank_dependent_sizes.labels(node.graph, self.group_sizes) if labels is None else labels
         if _is_free(node):
             return 0.0
         dependent = node in labels or any(i in labels for i in node.all_input_nodes)
         nominal = NOMINAL_BYTES if dependent else None
-        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _are_fused(_behind_views(i), node)]
+        reads = [
+            i
+            for i in node.all_input_nodes
+            if rank_dependent_sizes.tensors(i) and not _are_fused(_behind_views(i), node)
+        ]
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (formula_of(node) is not None) if dependent else flops_of(node)
         is_function = node.target in _FUNCTIONS and not dependent
-        elements = blocks.nbytes_of(node) / dtype_of(node).itemsize if is_function else 0
+        elements = rank_dependent_sizes.nbytes_of(node) / dtype_of(node).itemsize if is_function else 0
         kernel, masks = self.device.kernel, 0 if dependent else _masks(node, reads, writes)
         seconds = self.device.compute_seconds(flops, traffic, dtype_of(node), elements, masks) - kernel
         if self.imbalance != 1 and _has_symbols(node):
@@ -186,7 +201,7 @@ def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set
     """Whether all ranks, those of other groups as well, find the same bytes in a collective's arguments.
 
     Within its group they do, by the meaning of the collective. The exception is a payload that is put in as it is, by a
-    cut that is not known.
+    sharded that is not known.
     """
     if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
         return False
@@ -209,12 +224,13 @@ class Prices:
         packing: by collective: compute before it starts; left out where there is none.
         latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
         link: by group: the name of the link that it uses; left out where it has one for itself.
-        labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
+        labels: of the nodes whose sizes may differ between ranks, see
+            `shardcompile.passes.graph.rank_dependent_sizes.labels`.
         call: before the first node runs.
         freed: inputs that are freed after their last use; the others are held throughout.
 
-    Nodes that other ranks may not have (`shardcompile.passes.graph.blocks.only_here`) cost nothing, and hold what they
-    are made of: schedules leave them out, and are the same on every rank.
+    Nodes that other ranks may not have (`shardcompile.passes.graph.rank_dependent_sizes.only_here`) cost nothing, and
+    hold what they are made of: schedules leave them out, and are the same on every rank.
     """
 
     seconds: Mapping[Node, float]
@@ -249,9 +265,9 @@ class Prices:
 
     @staticmethod
     def _of(graph: Graph, model: CostModel) -> Prices:
-        labels = blocks.labels(graph, model.group_sizes)
-        largest = _largest_blocks(graph, model, labels)
-        unsure = blocks.only_here(graph, labels, model.group_sizes)
+        labels = rank_dependent_sizes.labels(graph, model.group_sizes)
+        largest = _largest_shards(graph, model, labels)
+        unsure = rank_dependent_sizes.only_here(graph, labels, model.group_sizes)
         seconds: dict[Node, float] = {}
         nbytes: dict[Node, int] = {}
         storage: dict[Node, Node] = {}
@@ -271,7 +287,9 @@ class Prices:
                 seconds[node], inputs[node] = 0.0, ()
                 continue
             if base is None and node.op != "output":
-                nbytes[node] = largest.get(node, NOMINAL_BYTES) if node in labels else blocks.nbytes_of(node)
+                nbytes[node] = (
+                    largest.get(node, NOMINAL_BYTES) if node in labels else rank_dependent_sizes.nbytes_of(node)
+                )
             c = Collective.of(node)
             if c is None:
                 seconds.setdefault(node, model.compute_seconds(node, labels))
@@ -310,15 +328,15 @@ def keeping_prices() -> Iterator[None]:
         _KEPT.reset(token)
 
 
-def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
-    """Bytes of the largest of the ranks' blocks, for the payloads and results of collectives with known cuts."""
+def _largest_shards(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
+    """Bytes of the largest of the ranks' shards, for the payloads and results of collectives with known partitions."""
     found: dict[Node, int] = {}
     for node in graph.nodes:
         c = Collective.of(node)
         n = None if c is None else model.group_size(c.group_name)
         if c is None or n is None:
             continue
-        members = blocks.members(c, n)
+        members = rank_dependent_sizes.members(c, n)
         if not readable(c, members, labels):
             continue
         for payload, m in zip(c.payloads, members, strict=True):
@@ -351,7 +369,7 @@ def _is_free(node: Node) -> bool:
     op = op_of(node)
     if op.target is None or op.allocates or kind_of(node) is not None:
         return True
-    return not op.writes and (_base(node) is not None or not blocks.tensors(node))
+    return not op.writes and (_base(node) is not None or not rank_dependent_sizes.tensors(node))
 
 
 def computes_nothing(node: Node) -> bool:
@@ -392,19 +410,19 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     """Bytes that a kernel reads and writes, each tensor at its size or at a nominal one."""
     if nominal is not None:
         return nominal * (len(reads) + writes)
-    written = blocks.nbytes_of(node)
+    written = rank_dependent_sizes.nbytes_of(node)
     if node.target in _LOOKUPS:
         return 2 * written
-    return sum(map(blocks.nbytes_of, reads)) + written * writes
+    return sum(map(rank_dependent_sizes.nbytes_of, reads)) + written * writes
 
 
 def _masks(node: Node, reads: Sequence[Node], writes: bool) -> int:
     """Bools that a loop reads and stores, such as where the gradient of a ReLU is zero."""
     around = [*reads, *([node] if writes else [])] if _is_loop(node) else []
-    return sum(nbytes_of(t) for n in around for t in blocks.tensors(n) if t.dtype is torch.bool)
+    return sum(nbytes_of(t) for n in around for t in rank_dependent_sizes.tensors(n) if t.dtype is torch.bool)
 
 
 def _has_symbols(node: Node) -> bool:
-    """Whether a node computes with tensors whose extents vary, as those of blocks do."""
-    around = (t for n in (node, *node.all_input_nodes) for t in blocks.tensors(n))
-    return any(isinstance(extent, torch.SymInt) for t in around for extent in t.shape)
+    """Whether a node computes with tensors whose sizes vary, as those of shards do."""
+    around = (t for n in (node, *node.all_input_nodes) for t in rank_dependent_sizes.tensors(n))
+    return any(isinstance(size, torch.SymInt) for t in around for size in t.shape)

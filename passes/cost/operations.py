@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
-from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph import rank_dependent_sizes
 
 aten = torch.ops.aten
 _LOG = logging.getLogger("shardcompile")
@@ -71,7 +71,7 @@ def _count_flops(
 
 
 def _numbers(value: object) -> Any:
-    """A tensor's extents as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
+    """A tensor's sizes as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
     if isinstance(value, Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
@@ -85,6 +85,6 @@ def dtype_of(node: Node) -> torch.dtype:
     """The dtype of the numbers that are multiplied. A kernel of half precision may read and give sums in single
     precision.
     """
-    values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
+    values = [t.dtype for n in (node, *node.all_input_nodes) for t in rank_dependent_sizes.tensors(n)]
     floating = [d for d in values if d.is_floating_point or d.is_complex]
     return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

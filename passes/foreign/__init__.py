@@ -1,1 +1,1 @@
-"""Chains of ops that others emit for uneven blocks, and the pass that makes one collective of each."""
+"""Chains of ops that others emit for uneven shards, and the pass that makes one collective of each."""

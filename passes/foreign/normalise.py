@@ -1,4 +1,4 @@
-"""Chains that others emit for uneven blocks, each rewritten into one collective of ours."""
+"""Chains that others emit for uneven shards, each rewritten into one collective of ours."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.collectives.all_to_all import ALL_TO_ALL_V
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
-from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER
-from shardcompile.collectives.turns import ALL_TO_ALL_V
-from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.collectives.torch_collectives import ALL_GATHER, REDUCE_SCATTER
 from shardcompile.passes.foreign.padded_chains import Chain, exchange_of, find_chains, padded_from
 from shardcompile.passes.foreign.provenance import arguments_of, is_tracked
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, inherit
+from shardcompile.sharding import CHUNK_KEY, GroupPartition
 
 aten = torch.ops.aten
 
 
 class NormaliseChains:
-    """Move blocks of different sizes as they are, where a graph pads them for an even collective.
+    """Move shards of different sizes as they are, where a graph pads them for an even collective.
 
         pad(x) -> all_gather_into_tensor -> wait -> slice, split, view, select -> cat   =>   all_gather_v(x) -> wait
         split, slice(x) -> pad -> cat -> reduce_scatter_tensor -> wait -> slice         =>   reduce_scatter_v(x) -> wait
@@ -31,7 +31,7 @@ class NormaliseChains:
     These are the chains of DTensor (`Shard` to `Replicate` and back, `Partial` to `Shard`, `Shard` to `Shard`) and of
     hand-written code. A chain is not matched node by node. From the even collective the pass follows which of its
     elements reach which values (`shardcompile.passes.foreign.provenance`). It asks whether what is read is one range at
-    the start of every rank's block, in the order of the ranks.
+    the start of every rank's local shard, in the order of the ranks.
 
     Legal for a gather because nothing reads what is left out: not the padding, whatever its value. The payload is the
     part of the padded tensor that is read, however the padding was made. It is nothing but `x` where that can be seen.
@@ -41,8 +41,8 @@ class NormaliseChains:
     for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
     zeros, and put back for who reads it.
 
-    Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the blocks that are
-    read, of a scatter from the blocks that are sent. Never from the padding of this rank's own block, which the rank
+    Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the shards that are
+    read, of a scatter from the shards that are sent. Never from the padding of this rank's local shard, which the rank
     with the largest one has not got. This presumes that all ranks run one program. Ranks may each read their own part
     of an even gather: a halo, or the whole on rank 0 only. Then one rank's graph can equal that of a padded gather,
     node by node, and nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it
@@ -50,11 +50,11 @@ class NormaliseChains:
     exchange. Where a gather may be a padded one as well, the ranks are asked about both.
 
     To be run on the graph of forward and backward together (``joint_custom_pre_pass``): what is saved in between is
-    chosen later. That can be the padded tensor; on one rank it can be nothing, because its own block is a constant. On
-    the graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the
+    chosen later. That can be the padded tensor; on one rank it can be nothing, because its local shard is a constant.
+    On the graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the
     graph.
 
-    Left alone: even gathers of the whole and even scatters; gathers of which one rank's block is read only, which is
+    Left alone: even gathers of the whole and even scatters; gathers of which one rank's shard is read only, which is
     how a rank takes its own; tensors with symbolic sizes.
 
     Args:
@@ -90,7 +90,7 @@ class NormaliseChains:
         return {f"{index}: {chain}": chain for chain in found}
 
     def _is_wanted(self, chain: Chain) -> bool:
-        if chain.new_cut is not None and chain.start.descriptor is ALL_GATHER:
+        if chain.new_partition is not None and chain.start.descriptor is ALL_GATHER:
             return self.agree is not None
         return chain.start.descriptor is not REDUCE_SCATTER or self.scatters
 
@@ -100,39 +100,45 @@ def _collective(node: Node) -> Collective | None:
 
 
 def _rewrite(graph: Graph, chain: Chain) -> None:
-    """Put one collective on blocks in the place of a chain: pads, an even collective, slices and joins.
+    """Put one collective on local shards in the place of a chain: pads, an even collective, slices and joins.
 
     It takes the payload as it was before it was padded, or, of a reduction, the whole before it was divided.
     What read the pieces of the even result reads the uneven one; what is left of the chain goes.
     """
     c = chain.start
     me = compat.process_group(c.group_name).rank()
-    (dim, sizes), payload = chain.cut, c.payload
-    cut = GroupCut(list(sizes), CHUNK_KEY, [])
+    (dim, sizes), payload = chain.partition, c.payload
+    partition = GroupPartition(list(sizes), CHUNK_KEY, [])
     shape = list(payload.meta["val"].shape)
     with graph.inserting_before(c.node):
-        if chain.new_cut is not None:
-            to_dim, to_sizes = chain.new_cut
-            block = _unpad(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
-            to_cut = GroupCut(list(to_sizes), CHUNK_KEY, [])
+        if chain.new_partition is not None:
+            to_dim, to_sizes = chain.new_partition
+            shard = _unpad(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
+            to_shard = GroupPartition(list(to_sizes), CHUNK_KEY, [])
             shape[dim], shape[to_dim] = sum(sizes), to_sizes[me]
             start = add_call(
                 graph,
                 ALL_TO_ALL_V,
-                input=block,
+                input=shard,
                 src_dim=dim,
                 dst_dim=to_dim,
                 total=sum(sizes),
-                block=to_sizes[me],
-                src=cut,
-                dst=to_cut,
+                shard=to_sizes[me],
+                src=partition,
+                dst=to_shard,
                 group_name=c.group_name,
             )
         elif c.descriptor is ALL_GATHER:
-            block = _unpad(graph, c, {dim: sizes[me]})
+            shard = _unpad(graph, c, {dim: sizes[me]})
             shape[dim] = sum(sizes)
             start = add_call(
-                graph, ALL_GATHER_V, input=block, dim=dim, total=sum(sizes), cut=cut, group_name=c.group_name
+                graph,
+                ALL_GATHER_V,
+                input=shard,
+                dim=dim,
+                total=sum(sizes),
+                partition=partition,
+                group_name=c.group_name,
             )
         else:
             shape[0] //= c.group_size
@@ -143,16 +149,16 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
                 REDUCE_SCATTER_V,
                 input=whole,
                 dim=dim,
-                block=sizes[me],
+                shard=sizes[me],
                 reduce_op=c.arguments.reduce_op,
-                cut=cut,
+                partition=partition,
                 group_name=c.group_name,
             )
     inherit(start, [c])
     result = _await(graph, c, start, dim, shape)
     replaced: list[Node] = []
-    if chain.new_cut is not None:
-        replaced = _replace_padded(graph, chain.whole, result, chain.new_cut[0])
+    if chain.new_partition is not None:
+        replaced = _replace_padded(graph, chain.whole, result, chain.new_partition[0])
     elif c.descriptor is ALL_GATHER:
         for node in chain.whole:
             node.replace_all_uses_with(result)
@@ -176,16 +182,18 @@ def _await(graph: Graph, c: Collective, start: Node, dim: int, shape: Sequence[i
     return result
 
 
-def _unpad(graph: Graph, c: Collective, extents: dict[int, int]) -> Node:
-    """What is no padding of this rank's block: what was padded, where that can be seen and has not changed since."""
-    for node in padded_from(c, extents):
-        if all(node.meta["val"].shape[dim] == n for dim, n in extents.items()):
+def _unpad(graph: Graph, c: Collective, sizes: dict[int, int]) -> Node:
+    """What is no padding of this rank's local shard: what was padded, where that can be seen and has not changed
+    since.
+    """
+    for node in padded_from(c, sizes):
+        if all(node.meta["val"].shape[dim] == n for dim, n in sizes.items()):
             return node
-    block = c.payload
-    for dim, n in extents.items():
-        if block.meta["val"].shape[dim] != n:
-            block = add_node(graph, aten.slice.Tensor, block, dim, 0, n)
-    return block
+    shard = c.payload
+    for dim, n in sizes.items():
+        if shard.meta["val"].shape[dim] != n:
+            shard = add_node(graph, aten.slice.Tensor, shard, dim, 0, n)
+    return shard
 
 
 def _replace_padded(graph: Graph, padded: Sequence[Node], result: Node, dim: int) -> list[Node]:
@@ -197,8 +205,8 @@ def _replace_padded(graph: Graph, padded: Sequence[Node], result: Node, dim: int
     size = result.meta["val"].shape[dim]
     without: list[Node] = []
     for node in padded:
-        extent = node.meta["val"].shape[dim]
-        if size == extent:
+        dim_size = node.meta["val"].shape[dim]
+        if size == dim_size:
             node.replace_all_uses_with(result)
             continue
         takes = [u for u in node.users if _takes_start(u, dim, size)]
@@ -207,7 +215,7 @@ def _replace_padded(graph: Graph, padded: Sequence[Node], result: Node, dim: int
         without += takes
         if any(u not in takes and u not in padded for u in node.users):
             pads = [0] * (2 * (result.meta["val"].ndim - dim))
-            pads[-1] = extent - size
+            pads[-1] = dim_size - size
             with graph.inserting_before(node):
                 again = add_node(graph, aten.constant_pad_nd.default, result, pads, 0)
             node.replace_all_uses_with(again)
@@ -219,8 +227,8 @@ def _takes_start(node: Node, dim: int, size: int) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
     arguments = arguments_of(node)
-    extent, along = node.meta["val"].shape[dim], arguments["dim"] % node.meta["val"].ndim
-    return along == dim and not arguments["start"] and arguments["step"] == 1 and extent == size
+    dim_size, along = node.meta["val"].shape[dim], arguments["dim"] % node.meta["val"].ndim
+    return along == dim and not arguments["start"] and arguments["step"] == 1 and dim_size == size
 
 
 def _erase(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -1,4 +1,4 @@
-"""The chains that others emit for uneven blocks, found in a graph."""
+"""The chains that others emit for uneven shards, found in a graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from shardcompile import compat
-from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER, SHARD_DIM_ALLTOALL
+from shardcompile.collectives.torch_collectives import ALL_GATHER, REDUCE_SCATTER, SHARD_DIM_ALLTOALL
 from shardcompile.passes.foreign.provenance import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import writes
@@ -22,34 +22,38 @@ EXCHANGE = torch.ops._dtensor.shard_dim_alltoall.default
 """What DTensor emits for `Shard` to `Shard` where the backend can exchange, finished when it returns. With gloo it
 gathers, and every rank takes its part."""
 
-Cut = tuple[int, tuple[int, ...]]
-"""A dim, and the sizes of all ranks' blocks along it."""
+Partition = tuple[int, tuple[int, ...]]
+"""A dim, and the sizes of all ranks' shards along it."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A padded collective and the blocks that it is about.
+    """A padded collective and the shards that it is about.
 
     Attributes:
         start: the even collective.
-        cut: what is no padding of every rank's block; of an exchange before it.
-        new_cut: of an exchange the blocks after it; None for other chains.
-        whole: of a scatter the node that is scattered; of the others nodes that hold the blocks one after the other,
-            through which all is read; of an exchange with the padding of this rank's new block.
+        sharded: what is no padding of every rank's local shard; of an exchange before it.
+        new_partition: of an exchange the shards after it; None for other chains.
+        whole: of a scatter the node that is scattered; of the others nodes that hold the shards one after the other,
+            through which all is read; of an exchange with the padding of this rank's new shard.
         readers: the waits, and but for a scatter all that is made of the result by moving elements, in the graph's
             order.
     """
 
     start: Collective
-    cut: Cut
-    new_cut: Cut | None
+    partition: Partition
+    new_partition: Partition | None
     whole: tuple[Node, ...]
     readers: tuple[Node, ...]
 
     def __str__(self) -> str:
-        blocks = "along dim {} as blocks of {}".format(*self.cut)
-        text = f"{self.start.kind} of group {self.start.group_name} {blocks}"
-        return text if self.new_cut is None else f"{text}, then along dim {self.new_cut[0]} of {self.new_cut[1]}"
+        shards = "along dim {} as shards of {}".format(*self.partition)
+        text = f"{self.start.kind} of group {self.start.group_name} {shards}"
+        return (
+            text
+            if self.new_partition is None
+            else f"{text}, then along dim {self.new_partition[0]} of {self.new_partition[1]}"
+        )
 
 
 def find_chains(c: Collective) -> Iterator[Chain]:
@@ -86,14 +90,14 @@ def exchange_of(node: Node) -> Collective | None:
     return Collective(node, SHARD_DIM_ALLTOALL, (a.input,), a.group_name, (node,), True)  # type: ignore[arg-type]
 
 
-def _padded_gather(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
-    tiled: dict[Cut, list[Node]] = {}
+def _padded_gather(c: Collective, shard: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
+    tiled: dict[Partition, list[Node]] = {}
     for node, value in known.items():
-        cut = _tiles(value, block, c.group_size) if isinstance(value, Pieces) else None
-        if cut is not None and any(n != block[cut[0]] for n in cut[1]):
+        partition = _tiles(value, shard, c.group_size) if isinstance(value, Pieces) else None
+        if partition is not None and any(n != shard[partition[0]] for n in partition[1]):
             if _is_written(node):
                 return None
-            tiled.setdefault(cut, []).append(node)
+            tiled.setdefault(partition, []).append(node)
     for (dim, sizes), nodes in sorted(tiled.items(), key=lambda t: -sum(t[0][1])):
         if sum(n > 0 for n in sizes) > 1 and (whole := _cover(c.waits, set(nodes), known)):
             return Chain(c, (dim, sizes), None, tuple(sorted(whole)), tuple(sorted(known)))
@@ -141,62 +145,62 @@ def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Nod
     return None if unknown or not padded <= set(dims) else arguments["self"]
 
 
-def _follow_exchange(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
-    """What other nodes make of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
+def _follow_exchange(c: Collective, shard: tuple[int, ...]) -> dict[Node, Value]:
+    """What other nodes make of an `EXCHANGE` by moving elements, in terms of all ranks' shards stacked."""
     me = compat.process_group(c.group_name).rank()
-    gathered, divided = (d % len(block) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
-    width = block[divided] // c.group_size
+    gathered, divided = (d % len(shard) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
+    width = shard[divided] // c.group_size
     shape = tuple(c.node.meta["val"].shape)
     boxes = []
     for r in range(c.group_size):
-        at = tuple(r * n if d == gathered else 0 for d, n in enumerate(block))
-        start = [me * width if d == divided else 0 for d in range(len(block))]
-        start[0] += r * block[0]
-        extent = tuple(width if d == divided else n for d, n in enumerate(block))
-        boxes.append(Box(at, extent, tuple(range(len(block))), tuple(start)))
+        at = tuple(r * n if d == gathered else 0 for d, n in enumerate(shard))
+        start = [me * width if d == divided else 0 for d in range(len(shard))]
+        start[0] += r * shard[0]
+        size = tuple(width if d == divided else n for d, n in enumerate(shard))
+        boxes.append(Box(at, size, tuple(range(len(shard))), tuple(start)))
     return _downstream((c.node,), Pieces(shape, tuple(boxes)))
 
 
-def _exchange(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
-    """Every rank sends the same rows of its block; each rank takes its own part along another dim.
+def _exchange(c: Collective, shard: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
+    """Every rank sends the same rows of its shard; each rank takes its own part along another dim.
 
     What the others take, this rank infers from what it takes itself.
     """
     world, me = c.group_size, compat.process_group(c.group_name).rank()
-    tiled: dict[tuple[Cut, int], list[Node]] = {}
-    for divided in (d for d, n in enumerate(block) if n % world == 0):
-        own = (*block[:divided], block[divided] // world, *block[divided + 1 :])
+    tiled: dict[tuple[Partition, int], list[Node]] = {}
+    for divided in (d for d, n in enumerate(shard) if n % world == 0):
+        own = (*shard[:divided], shard[divided] // world, *shard[divided + 1 :])
         for node, value in known.items():
-            part = _turn(value, block, divided, own, me) if isinstance(value, Pieces) else None
-            if part is not None and (cut := _tiles(part, own, world)) and cut[0] != divided:
-                tiled.setdefault((cut, divided), []).append(node)
+            part = _turn(value, shard, divided, own, me) if isinstance(value, Pieces) else None
+            if part is not None and (partition := _tiles(part, own, world)) and partition[0] != divided:
+                tiled.setdefault((partition, divided), []).append(node)
     if any(map(_is_written, (node for nodes in tiled.values() for node in nodes))):
         return None
     # Padding is taken off last, and if it is not, all is read.
     for ((dim, sizes), divided), nodes in sorted(
-        tiled.items(), key=lambda t: (set(t[0][0][1]) == {block[t[0][0][0]]}, -sum(t[0][0][1]))
+        tiled.items(), key=lambda t: (set(t[0][0][1]) == {shard[t[0][0][0]]}, -sum(t[0][0][1]))
     ):
         if sum(n > 0 for n in sizes) > 1 and _cover(c.waits, set(nodes), known):
             *_, unpadded = padded_from(c, (dim, divided), zeros=divided)
-            extent, width = unpadded.meta["val"].shape[divided], block[divided] // world
-            new_sizes = tuple(min(max(extent - r * width, 0), width) for r in range(world))
+            size, width = unpadded.meta["val"].shape[divided], shard[divided] // world
+            new_sizes = tuple(min(max(size - r * width, 0), width) for r in range(world))
             return Chain(c, (dim, sizes), (divided, new_sizes), tuple(sorted(nodes)), tuple(sorted(known)))
     return None
 
 
-def _turn(value: Pieces, block: tuple[int, ...], divided: int, own: tuple[int, ...], me: int) -> Pieces | None:
-    """A value in terms of stacked blocks of which there is only a rank's turn along a dim; None if it is not of that.
+def _turn(value: Pieces, shard: tuple[int, ...], divided: int, own: tuple[int, ...], me: int) -> Pieces | None:
+    """A value in terms of stacked shards of which there is only a rank's turn along a dim; None if it is not of that.
 
     Args:
-        value: in terms of whole blocks, stacked.
-        block: shape of a whole block.
+        value: in terms of whole shards, stacked.
+        shard: shape of a whole shard.
         divided: the dim along which the ranks take their turns.
-        own: shape of what a rank takes of a block.
+        own: shape of what a rank takes of a shard.
         me: the rank.
     """
     boxes = []
     for box in value.boxes:
-        rank, row = divmod(box.start[0], block[0])
+        rank, row = divmod(box.start[0], shard[0])
         start = [row, *box.start[1:]]
         start[divided] -= me * own[divided]
         if start[divided]:
@@ -221,22 +225,22 @@ def _downstream(sources: Sequence[Node], value: Pieces) -> dict[Node, Value]:
     return known
 
 
-def _tiles(value: Pieces, block: tuple[int, ...], world: int) -> Cut | None:
-    """The dim along which a value is the starts of all ranks' blocks one after the other, and their sizes, or None."""
-    if len(value.shape) != len(block):
+def _tiles(value: Pieces, shard: tuple[int, ...], world: int) -> Partition | None:
+    """The dim along which a value is the starts of all ranks' shards one after the other, and their sizes, or None."""
+    if len(value.shape) != len(shard):
         return None
-    for dim in range(len(block)):
+    for dim in range(len(shard)):
         sizes = [0] * world
         at, last = 0, -1
         for box in sorted(value.boxes, key=lambda b: b.at[dim]):
-            rank, row = divmod(box.start[0], block[0])
+            rank, row = divmod(box.start[0], shard[0])
             start = (row, *box.start[1:])
-            if rank <= last or any(start) or not _is_slab(box, dim, at, block):
+            if rank <= last or any(start) or not _is_slab(box, dim, at, shard):
                 break
-            sizes[rank] = box.extent[dim]
-            at, last = at + box.extent[dim], rank
+            sizes[rank] = box.size[dim]
+            at, last = at + box.size[dim], rank
         else:
-            rest = (*block[:dim], at, *block[dim + 1 :])
+            rest = (*shard[:dim], at, *shard[dim + 1 :])
             if value.shape == rest:
                 return dim, tuple(sizes)
     return None
@@ -244,8 +248,8 @@ def _tiles(value: Pieces, block: tuple[int, ...], world: int) -> Cut | None:
 
 def _is_slab(box: Box, dim: int, at: int, shape: Sequence[int]) -> bool:
     """Whether a box begins at a place of a dim and has all of the other dims, each along that of the source."""
-    along = all(axis == d for d, axis in enumerate(box.axes) if box.extent[d] > 1)
-    others = all(box.at[d] == 0 and box.extent[d] == n for d, n in enumerate(shape) if d != dim)
+    along = all(axis == d for d, axis in enumerate(box.axes) if box.size[d] > 1)
+    others = all(box.at[d] == 0 and box.size[d] == n for d, n in enumerate(shape) if d != dim)
     return along and others and box.at[dim] == at
 
 
@@ -278,8 +282,8 @@ def _padded_scatter(c: Collective, shape: tuple[int, ...]) -> Chain | None:
             if made_of is not None:
                 known[node] = made_of
         value = known.get(c.payload)
-        block = (shape[0] // world, *shape[1:])
-        if isinstance(value, Pieces) and (found := _scattered_cut(value, whole, block, world)):
+        shard = (shape[0] // world, *shape[1:])
+        if isinstance(value, Pieces) and (found := _scattered_partition(value, whole, shard, world)):
             return Chain(c, found, None, (source,), c.waits)
     return None
 
@@ -306,25 +310,25 @@ def _sources(payload: Node) -> list[tuple[Node, list[Node]]]:
     return found
 
 
-def _scattered_cut(value: Pieces, whole: tuple[int, ...], block: tuple[int, ...], world: int) -> Cut | None:
+def _scattered_partition(value: Pieces, whole: tuple[int, ...], shard: tuple[int, ...], world: int) -> Partition | None:
     """The dim along which a padded payload divides its source among the ranks, and the sizes.
 
     None if it does not, or if there is no padding.
     """
     if not value.fills <= {0}:
         return None
-    parts = [value.sliced(0, r * block[0], (r + 1) * block[0]).boxes for r in range(world)]
+    parts = [value.sliced(0, r * shard[0], (r + 1) * shard[0]).boxes for r in range(world)]
     if any(len(p) > 1 for p in parts):
         return None
-    for dim in range(len(block)):
-        sizes = tuple(p[0].extent[dim] if p else 0 for p in parts)
+    for dim in range(len(shard)):
+        sizes = tuple(p[0].size[dim] if p else 0 for p in parts)
         firsts = [sum(sizes[:r]) for r in range(world)]
-        starts = [tuple(first if d == dim else 0 for d in range(len(block))) for first in firsts]
+        starts = [tuple(first if d == dim else 0 for d in range(len(shard))) for first in firsts]
         divided = all(
-            box.start == start and _is_slab(box, dim, 0, block)
+            box.start == start and _is_slab(box, dim, 0, shard)
             for p, start in zip(parts, starts, strict=True)
             for box in p
         )
-        if divided and whole == (*block[:dim], sum(sizes), *block[dim + 1 :]) and sizes != (block[dim],) * world:
+        if divided and whole == (*shard[:dim], sum(sizes), *shard[dim + 1 :]) and sizes != (shard[dim],) * world:
             return dim, sizes
     return None

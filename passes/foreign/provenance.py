@@ -23,39 +23,39 @@ class Box:
 
     Attributes:
         at: where it begins in the value, by the value's dims.
-        extent: its extents, by the value's dims.
-        axes: along which of the source's dims each of the value's dims runs; None if the extent is 1 and it does not
+        size: its sizes, by the value's dims.
+        axes: along which of the source's dims each of the value's dims runs; None if the size is 1 and it does not
             matter.
         start: where it begins in the source, by the source's dims.
     """
 
     at: tuple[int, ...]
-    extent: tuple[int, ...]
+    size: tuple[int, ...]
     axes: tuple[int | None, ...]
     start: tuple[int, ...]
 
     def clipped(self, dim: int, low: int, high: int) -> Box | None:
         """What lies in a range of a dim, in a value that begins at that range; None if that is nothing."""
-        first, end = max(self.at[dim], low), min(self.at[dim] + self.extent[dim], high)
+        first, end = max(self.at[dim], low), min(self.at[dim] + self.size[dim], high)
         if end <= first:
             return None
         axis = self.axes[dim]
         start = self.start if axis is None else _change(self.start, axis, self.start[axis] + first - self.at[dim])
-        at, extent = _change(self.at, dim, first - low), _change(self.extent, dim, end - first)
-        return Box(at, extent, self.axes, start)
+        at, size = _change(self.at, dim, first - low), _change(self.size, dim, end - first)
+        return Box(at, size, self.axes, start)
 
     def shifted(self, dim: int, by: int) -> Box:
         """The same part of the source further along a dim."""
         return replace(self, at=_change(self.at, dim, self.at[dim] + by))
 
     def permuted(self, dims: Sequence[int]) -> Box:
-        """With the value's dims in another order; dims that are left out have to be of extent 1."""
-        at, extent = (tuple(values[d] for d in dims) for values in (self.at, self.extent))
-        return Box(at, extent, tuple(self.axes[d] for d in dims), self.start)
+        """With the value's dims in another order; dims that are left out have to be of size 1."""
+        at, size = (tuple(values[d] for d in dims) for values in (self.at, self.size))
+        return Box(at, size, tuple(self.axes[d] for d in dims), self.start)
 
     def disjoint(self, other: Box) -> bool:
         """Whether no element of the value is in both."""
-        ends = zip(self.at, self.extent, other.at, other.extent, strict=True)
+        ends = zip(self.at, self.size, other.at, other.size, strict=True)
         return any(a + m <= b or b + n <= a for a, m, b, n in ends)
 
 
@@ -85,7 +85,7 @@ class Pieces:
     def sliced(self, dim: int, low: int, high: int) -> Pieces:
         """A range of a dim."""
         shape = _change(self.shape, dim, max(high - low, 0))
-        near = (b for b in self.boxes if b.at[dim] < high and b.at[dim] + b.extent[dim] > low)
+        near = (b for b in self.boxes if b.at[dim] < high and b.at[dim] + b.size[dim] > low)
         return Pieces(shape, _present(b.clipped(dim, low, high) for b in near), self.fills)
 
 
@@ -194,8 +194,8 @@ def _split_with_sizes(a: dict[str, Any]) -> tuple[Pieces, ...]:
 
 
 def _unbind(a: dict[str, Any]) -> tuple[Pieces, ...]:
-    extent = a["self"].shape[a["dim"]]
-    return tuple(_select({**a, "index": i}) for i in range(extent))
+    size = a["self"].shape[a["dim"]]
+    return tuple(_select({**a, "index": i}) for i in range(size))
 
 
 def _cat(a: dict[str, Any]) -> Pieces | None:
@@ -295,13 +295,13 @@ def _regroup(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]
 def _regroup_box(box: Box, groups: Sequence[tuple[range, range]], old: Sequence[int], new: Sequence[int]) -> Box | None:
     """The box in the new shape; None if it would fall apart, or run along two dims of the source at once."""
     at: list[int] = []
-    extent: list[int] = []
+    size: list[int] = []
     axes: list[int | None] = []
     for before, after in groups:
-        running = [d for d in before if box.extent[d] > 1]
+        running = [d for d in before if box.size[d] > 1]
         if running and running != [before[-1]]:
             return None
-        first, run = 0, math.prod(box.extent[d] for d in before)
+        first, run = 0, math.prod(box.size[d] for d in before)
         for d in before:
             first = first * old[d] + box.at[d]
         places: list[int] = []
@@ -311,10 +311,10 @@ def _regroup_box(box: Box, groups: Sequence[tuple[range, range]], old: Sequence[
         if after and places[-1] + run > new[after[-1]]:
             return None
         at += places
-        extent += [1] * (len(places) - 1) + [run] * bool(places)
+        size += [1] * (len(places) - 1) + [run] * bool(places)
         axes += [None] * (len(places) - 1)
         axes += [box.axes[before[-1]] if before else None] * bool(places)
-    return Box(tuple(at), tuple(extent), tuple(axes), box.start)
+    return Box(tuple(at), tuple(size), tuple(axes), box.start)
 
 
 _RULES: dict[Any, Callable[[dict[str, Any]], Value | None]] = {

@@ -1,1 +1,1 @@
-"""What passes see: collectives with their arguments, what ops do, what must come before what, whose extents differ."""
+"""What passes see: collectives with their arguments, what ops do, what must come before what, whose sizes differ."""

@@ -17,8 +17,8 @@ from shardcompile.collectives.descriptor import STARTS, Descriptor, descriptor_o
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
 from shardcompile.passes.graph.ops import WAIT as WAIT
+from shardcompile.sharding import CHUNK_KEY, GroupPartition, IntLike
 
 KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
@@ -111,7 +111,7 @@ class Collective:
     def nbytes(self) -> int:
         """Bytes that this rank puts in; where there are symbolic sizes, by their hints.
 
-        Not the same on every rank where blocks are of fixed, unequal sizes: decisions read `global_bytes`.
+        Not the same on every rank where shards are of fixed, unequal sizes: decisions read `global_bytes`.
         """
         return sum(nbytes_of(p.meta["val"]) for p in self.payloads)
 
@@ -138,32 +138,34 @@ class Collective:
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Block sizes along the cut dim in group order, where they are known to the compiler; None if they are not.
+        """Shard sizes along the sharded dim in group order, where they are known to the compiler; None if they are not.
 
         Of an all-to-all or a fetch those of its source. The same on every rank.
         """
         source = self._source()
         if source is None:
             return None
-        total, cut = source
-        unknown = not all(map(is_number, cut.sizes)) if cut.sizes else not is_number(cut.key)
-        if unknown or (not cut.sizes and cut.key == CHUNK_KEY and not is_number(total)):
+        total, partition = source
+        unknown = not all(map(is_number, partition.sizes)) if partition.sizes else not is_number(partition.key)
+        if unknown or (not partition.sizes and partition.key == CHUNK_KEY and not is_number(total)):
             return None
-        return cut.blocks(total, self.group_size)
+        return partition.shards(total, self.group_size)
 
     def hinted_sizes(self) -> tuple[int, ...] | None:
         """`sizes`, dynamic ones as they were in the call that led to the trace; for looking at, not for decisions."""
         source = self._source()
         if source is None:
             return None
-        total, cut = source
-        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), [_hint(n) for n in cut.grouping])
+        total, partition = source
+        hinted = GroupPartition(
+            [_hint(s) for s in partition.sizes], _hint(partition.key), [_hint(n) for n in partition.grouping]
+        )
         try:
-            return hinted.blocks(_hint(total), self.group_size)
+            return hinted.shards(_hint(total), self.group_size)
         except (LookupError, ShardError):  # the key of another process
             return None
 
-    def _source(self) -> tuple[Any, GroupCut] | None:
+    def _source(self) -> tuple[Any, GroupPartition] | None:
         return None if self.descriptor.source is None else self.descriptor.source(self.values)
 
     @property

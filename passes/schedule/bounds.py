@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.traffic import Member, Traffic
 from shardcompile.passes.cost.model import CostModel, Prices, readable
-from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective
 
 
@@ -48,7 +48,7 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     As `lower_bound`, but of latencies only those count that no bucket saves: those along a path, one before the first
     transfer of each link, and one for each kind of collective of a group. What buckets copy is free.
 
-    What all ranks get, or reduce, takes at least as long as blocks of one size would. A bucket of other uneven blocks
+    What all ranks get, or reduce, takes at least as long as shards of one size would. A bucket of other uneven shards
     takes as long as the rank that has most of all its members. That may be less than they take one by one. So links and
     compute are bounded by what a single rank has of all collectives of one kind and group: no bucket is faster than any
     of its ranks. It is the rank that has most.
@@ -58,7 +58,7 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
         prices: of the graph.
         model: that made them.
     """
-    prices = _of_even_blocks(prices, model)
+    prices = _of_even_shards(prices, model)
     heads, tails = _heads(graph, prices), tails_of(graph, prices)
     path = max((sum(job) for work in _compute_jobs(graph, prices, heads, tails).values() for job in work), default=0.0)
     ends = [heads[n] + prices.seconds[n] + tails[n] for n in prices.group]
@@ -67,8 +67,8 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     return prices.call + max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
 
 
-def _of_even_blocks(prices: Prices, model: CostModel) -> Prices:
-    """Prices with which what all ranks get, or reduce, is in blocks of one size; nobody unpacks it."""
+def _of_even_shards(prices: Prices, model: CostModel) -> Prices:
+    """Prices with which what all ranks get, or reduce, is sharded of one size; nobody unpacks it."""
     seconds, latency = dict(prices.seconds), dict(prices.latency)
     for node, group in prices.group.items():
         c = Collective.of(node)
@@ -82,7 +82,7 @@ def _of_even_blocks(prices: Prices, model: CostModel) -> Prices:
 
 
 def _moved_to_all(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> Traffic | None:
-    """What blocks of one size would move in place of uneven ones that a ring can move; None of other collectives."""
+    """What shards of one size would move in place of uneven ones that a ring can move; None of other collectives."""
     found = _members(c, model, labels)
     if found is None or c.descriptor.traffic is None:
         return None
@@ -96,7 +96,7 @@ def _members(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -
     n, joins = model.group_size(c.group_name), c.descriptor.joins
     if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
         return None
-    members = blocks.members(c, n)
+    members = rank_dependent_sizes.members(c, n)
     return (members, n) if readable(c, members, labels) else None
 
 

@@ -1,4 +1,4 @@
-"""A graph for the search of schedules: only what takes time or memory, by number.
+"""A graph for the search of schedules: only what takes time or memory, by index.
 
 Nodes that take neither (views, parts of results, sizes) are left out; what depends on one depends on what it depends
 on. `nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many ways to
@@ -23,7 +23,7 @@ WORK, START, WAIT = range(3)
 
 @dataclass
 class Tasks:
-    """Tasks by number, in a valid order, and the tensors that they make and read, by number as well.
+    """Tasks by index, in a valid order, and the tensors that they make and read, by index as well.
 
     Attributes:
         nodes: by task: the node; of a bucket that of its last member.

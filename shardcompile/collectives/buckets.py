@@ -1,11 +1,11 @@
 """Several collectives of one group as one: a message for each peer, in place of one for each peer and member.
 
-What the passes put in place of single collectives. Each rank packs its blocks one after the other, whatever their
+What the passes put in place of single collectives. Each rank packs its shards one after the other, whatever their
 sizes, so that nothing is padded; the result holds the members one after the other, each as its own collective would
 have given it, flat and rows first. All-gathers of several dtypes are gathered as bytes. No gradients: passes run when
 these are traced.
 
-The cuts of all members are one list, see `shardcompile.layout.arguments`.
+The partitions of all members are one list, see `shardcompile.sharding.arguments`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed import Work
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
-from shardcompile.collectives.blocks import blocks_of, check_block, ends_of
 from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.shards import check_shard, ends_of, shards_of
 from shardcompile.collectives.traffic import (
     Load,
     exchanged_in_a_bucket,
@@ -34,8 +34,8 @@ from shardcompile.collectives.traffic import (
     size_with,
     turned,
 )
-from shardcompile.layout import GroupCut, IntLike
-from shardcompile.watch import Call
+from shardcompile.diagnosis import Call
+from shardcompile.sharding import GroupPartition, IntLike
 
 _FEW_BYTES = 2**18
 """What a rank sends in so few bytes takes less time than to look at its members one by one from Python."""
@@ -50,7 +50,7 @@ class AllGatherBucket(NamedTuple):
     inputs: list[Tensor]
     dims: list[int]
     totals: list[IntLike]
-    cuts: list[GroupCut]
+    partitions: list[GroupPartition]
     group_name: str
 
 
@@ -59,19 +59,19 @@ class ReduceScatterBucket(NamedTuple):
 
     inputs: list[Tensor]
     dims: list[int]
-    blocks: list[IntLike]
+    shards: list[IntLike]
     reduce_op: str
-    cuts: list[GroupCut]
+    partitions: list[GroupPartition]
     group_name: str
 
 
 class AllToAllBucket(NamedTuple):
-    """Arguments of `all_to_all_bucket`: of each member both dims, the total and the block, and both cuts."""
+    """Arguments of `all_to_all_bucket`: of each member both dims, the total and the shard, and both partitions."""
 
     inputs: list[Tensor]
     dims: list[int]
-    extents: list[IntLike]
-    cuts: list[GroupCut]
+    sizes: list[IntLike]
+    partitions: list[GroupPartition]
     group_name: str
 
 
@@ -106,11 +106,11 @@ class _Plan:
 
 
 _Key = tuple[tuple[int, ...], int, tuple[int, ...]]
-"""A cut that can be looked up."""
+"""A partition that can be looked up."""
 
 
-def _keys(cuts: Sequence[GroupCut]) -> tuple[_Key, ...]:
-    return tuple([(tuple(c.sizes), int(c.key), tuple(c.grouping)) for c in cuts])
+def _keys(partitions: Sequence[GroupPartition]) -> tuple[_Key, ...]:
+    return tuple([(tuple(c.sizes), int(c.key), tuple(c.grouping)) for c in partitions])
 
 
 @functools.lru_cache(maxsize=512)
@@ -121,7 +121,7 @@ def _plan_of(
     dtype: torch.dtype,
     dims: tuple[int, ...],
     totals: tuple[int, ...] | None,
-    cuts: tuple[_Key, ...],
+    partitions: tuple[_Key, ...],
     ranks: int,
     holder: int | None,
 ) -> _Plan:
@@ -134,20 +134,20 @@ def _plan_of(
         shapes: of the inputs.
         dtypes: of the inputs.
         dtype: of the bucket.
-        dims: that are cut.
-        totals: their extents; None for those that the inputs have.
-        cuts: of the members.
+        dims: that are sharded.
+        totals: their sizes; None for those that the inputs have.
+        partitions: of the members.
         ranks: in the group.
-        holder: this rank, if the inputs are its blocks.
+        holder: this rank, if the inputs are its shards.
     """
     counts = []
-    for n, (shape, dim, (sizes, key, grouping)) in enumerate(zip(shapes, dims, cuts, strict=True)):
-        cut = GroupCut(list(sizes), key, list(grouping))
-        blocks = blocks_of(shape[dim] if totals is None else totals[n], dim, cut, ranks, what)
+    for n, (shape, dim, (sizes, key, grouping)) in enumerate(zip(shapes, dims, partitions, strict=True)):
+        partition = GroupPartition(list(sizes), key, list(grouping))
+        shards = shards_of(shape[dim] if totals is None else totals[n], dim, partition, ranks, what)
         if holder is not None:
-            check_block(shape, dim, blocks[holder], holder, what)
+            check_shard(shape, dim, shards[holder], holder, what)
         width = _width(shape, dtypes[n].itemsize, dtype, dim)
-        counts.append([(b - a) * width for a, b in blocks])
+        counts.append([(b - a) * width for a, b in shards])
     by_rank = [list(column) for column in zip(*counts, strict=True)]
     shares = [sum(row) for row in by_rank]
     unit = math.gcd(*(n for row in counts for n in row)) or 1
@@ -188,7 +188,7 @@ def _gather(a: AllGatherBucket) -> Tensor:
         dtype,
         tuple(a.dims),
         tuple(map(int, a.totals)),
-        _keys(a.cuts),
+        _keys(a.partitions),
         group.size(),
         group.rank(),
     )
@@ -241,9 +241,9 @@ def _unpack_later(
         borrowed: what is given back in the end.
     """
     out = torch.empty_like(received)
-    blocks = list(received.split(shares))
-    blocks[call.group.rank()] = own
-    pieces = _transpose([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
+    shards = list(received.split(shares))
+    shards[call.group.rank()] = own
+    pieces = _transpose([shard.split(counts) for shard, counts in zip(shards, by_rank, strict=True)])
 
     return _fill_later(out, call, works, lambda: torch.cat(pieces, out=out), borrowed)
 
@@ -285,7 +285,7 @@ def _scatter(a: ReduceScatterBucket) -> Tensor:
         inputs[0].dtype,
         tuple(a.dims),
         None,
-        _keys(a.cuts),
+        _keys(a.partitions),
         group.size(),
         None,
     )
@@ -298,19 +298,19 @@ def _scatter(a: ReduceScatterBucket) -> Tensor:
 
 
 def _exchange(a: AllToAllBucket) -> Tensor:
-    group, inputs, cuts, what = compat.process_group(a.group_name), a.inputs, a.cuts, "all_to_all_bucket"
+    group, inputs, partitions, what = compat.process_group(a.group_name), a.inputs, a.partitions, "all_to_all_bucket"
     me, ranks = group.rank(), range(group.size())
     stated: list[int] = []
     sent: list[list[Tensor]] = [[] for _ in ranks]
     received: list[list[int]] = [[] for _ in ranks]
     for n, x in enumerate(inputs):
         src_dim, dst_dim = a.dims[2 * n : 2 * n + 2]
-        total, block = map(int, a.extents[2 * n : 2 * n + 2])
-        src = blocks_of(total, src_dim, cuts[2 * n], group.size(), what)
-        dst = blocks_of(x.shape[dst_dim], dst_dim, cuts[2 * n + 1], group.size(), what)
-        check_block(x.shape, src_dim, src[me], me, what)
+        total, shard = map(int, a.sizes[2 * n : 2 * n + 2])
+        src = shards_of(total, src_dim, partitions[2 * n], group.size(), what)
+        dst = shards_of(x.shape[dst_dim], dst_dim, partitions[2 * n + 1], group.size(), what)
+        check_shard(x.shape, src_dim, src[me], me, what)
         stated += [src_dim, dst_dim, *ends_of(src), *ends_of(dst)]
-        width = _width(x.shape, x.dtype.itemsize, x.dtype, src_dim, dst_dim) * block
+        width = _width(x.shape, x.dtype.itemsize, x.dtype, src_dim, dst_dim) * shard
         for r in ranks:
             part = x.narrow(dst_dim, dst[r][0], dst[r][1] - dst[r][0])
             sent[r].append(transport.rows_first(part, src_dim).view(-1))
@@ -333,21 +333,21 @@ def _fake_gather(a: AllGatherBucket) -> Tensor:
 
 
 def _fake_scatter(a: ReduceScatterBucket) -> Tensor:
-    rows = zip(a.inputs, a.dims, a.blocks, strict=True)
+    rows = zip(a.inputs, a.dims, a.shards, strict=True)
     return a.inputs[0].new_empty([sum(b * _width(x.shape, x.dtype.itemsize, x.dtype, d) for x, d, b in rows)])
 
 
-def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupCut]]]:
-    """The tensor, dims, extents and cuts of each member."""
+def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupPartition]]]:
+    """The tensor, dims, sizes and partitions of each member."""
     return [
-        (x, a.dims[i : i + 2], a.extents[i : i + 2], a.cuts[i : i + 2])
+        (x, a.dims[i : i + 2], a.sizes[i : i + 2], a.partitions[i : i + 2])
         for i, x in zip(range(0, len(a.dims), 2), a.inputs, strict=True)
     ]
 
 
 def _fake_exchange(a: AllToAllBucket) -> Tensor:
     turns = _turns(a)
-    lengths = (math.prod(extents) * _width(x.shape, x.dtype.itemsize, x.dtype, *dims) for x, dims, extents, _ in turns)
+    lengths = (math.prod(sizes) * _width(x.shape, x.dtype.itemsize, x.dtype, *dims) for x, dims, sizes, _ in turns)
     return a.inputs[0].new_empty([sum(lengths)])
 
 
@@ -356,8 +356,8 @@ ALL_GATHER_BUCKET = Descriptor(
     AllGatherBucket,
     _gather,
     fake=_fake_gather,
-    members=lambda a, n: [gathered(*row, n) for row in zip(a.inputs, a.dims, a.totals, a.cuts, strict=True)],
-    traffic=lambda members, n: gathered_in_a_bucket(Load.of_blocks(members, n)),
+    members=lambda a, n: [gathered(*row, n) for row in zip(a.inputs, a.dims, a.totals, a.partitions, strict=True)],
+    traffic=lambda members, n: gathered_in_a_bucket(Load.of_shards(members, n)),
     whole=lambda a: sum(size_with(*row) for row in zip(a.inputs, a.dims, a.totals, strict=True)),
     states=("shares",),
     told=True,
@@ -368,8 +368,8 @@ REDUCE_SCATTER_BUCKET = Descriptor(
     ReduceScatterBucket,
     _scatter,
     fake=_fake_scatter,
-    members=lambda a, n: [scattered(*row, n) for row in zip(a.inputs, a.dims, a.blocks, a.cuts, strict=True)],
-    traffic=lambda members, n: scattered_in_a_bucket(Load.of_blocks(members, n)),
+    members=lambda a, n: [scattered(*row, n) for row in zip(a.inputs, a.dims, a.shards, a.partitions, strict=True)],
+    traffic=lambda members, n: scattered_in_a_bucket(Load.of_shards(members, n)),
     states=("shares",),
     moves_rows=False,
 )
@@ -381,7 +381,7 @@ ALL_TO_ALL_BUCKET = Descriptor(
     fake=_fake_exchange,
     members=lambda a, n: [turned(*turn, n) for turn in _turns(a)],
     traffic=lambda members, n: exchanged_in_a_bucket(Load.of_exchange(members, n)),
-    whole=lambda a: sum(size_with(x, dims[0], extents[0]) for x, dims, extents, _ in _turns(a)),
+    whole=lambda a: sum(size_with(x, dims[0], sizes[0]) for x, dims, sizes, _ in _turns(a)),
     states=("shares",),
     told=True,
 )

@@ -1,10 +1,10 @@
 """One descriptor for each functional collective: all that the rest of the library knows about it.
 
-Conventions. Extents of outputs are passed as symbols, so that no op has to invent one. The payload comes first and the
+Conventions. Sizes of outputs are passed as symbols, so that no op has to invent one. The payload comes first and the
 group's name last, as Inductor expects of a collective. Results are complete after a wait. Many results are like the
-payload but for the extents of some dims. Such a result is one flat tensor, the rows of the first of these dims one
+payload but for the sizes of some dims. Such a result is one flat tensor, the rows of the first of these dims one
 after the other, so that rows arrive in place. `Pending` gives it its shape after the wait. (With a shape, Inductor
-would have to compare symbolic strides at the wait, and would specialise on the size of this rank's block.)
+would have to compare symbolic strides at the wait, and would specialise on the size of this rank's local shard.)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardcompile import compat, watch
+from shardcompile import compat, diagnosis
 from shardcompile.collectives.arguments import A, Signature
 from shardcompile.collectives.pending import Pending
 from shardcompile.collectives.traffic import Load, Member, Traffic, nbytes_of
-from shardcompile.layout import GroupCut, carrier_of
-from shardcompile.watch import Call
+from shardcompile.diagnosis import Call
+from shardcompile.sharding import GroupPartition, carrier_of
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 
@@ -37,32 +37,33 @@ class Joins(Generic[A]):
 
     Attributes:
         bucket: the kind of the bucket that it joins.
-        cuts: its cuts as the bucket's op has them; None where the whole record is written into the bucket's.
+        partitions: its partitions as the bucket's op has them; None where the whole record is written into the
+            bucket's.
         load: what each rank has of such collectives.
         uneven: whether a rank may have more than another.
     """
 
     bucket: str
-    cuts: Callable[[A], Sequence[GroupCut]] | None = None
-    load: Callable[[Sequence[Member], int], Load] = Load.of_blocks
+    partitions: Callable[[A], Sequence[GroupPartition]] | None = None
+    load: Callable[[Sequence[Member], int], Load] = Load.of_shards
     uneven: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Descriptor(Generic[A]):
-    """A collective, or an op on blocks that goes with collectives.
+    """A collective, or an op on local shards that goes with collectives.
 
     Functions of arguments get a record as `arguments` says. When passes call them, it holds fake tensors and symbols.
-    There are two exceptions: `inverse` gets nodes of a graph; `extents` and `Joins.cuts` get nodes in place of symbols
-    while a bucket is made.
+    There are two exceptions: `inverse` gets nodes of a graph; `sizes` and `Joins.partitions` get nodes in place of
+    symbols while a bucket is made.
 
     Attributes:
         kind: its name.
         arguments: a `NamedTuple` type: the names and types of its arguments, see `Signature`.
         run: starts it; None if it is torch's own.
-        extents: of the result along the dims in which it is not like the payload; its rows are along the first of them.
+        sizes: of the result along the dims in which it is not like the payload; its rows are along the first of them.
             None of results that are not made of rows like the payload's.
-        fake: what it returns, on fake tensors; None if `extents` tells.
+        fake: what it returns, on fake tensors; None if `sizes` tells.
         adjoint: given the arguments, but for the payload, the payload's shape and the result's gradient in the result's
             shape: the payload's gradient. None if there is none.
         inverse: given the arguments, and those of a collective of the same kind that gets the result: the arguments
@@ -72,9 +73,10 @@ class Descriptor(Generic[A]):
         traffic: what it moves. None if it has no price.
         whole: bytes of the tensor that the ranks hold together, or that each of them gets, halos not counted. None if
             that is the payload's size.
-        source: what is cut, and its cut, or the first of two. None if there is no cut, or none is known.
+        source: what is sharded, and its partition, or the first of two. None if there is no partition, or none is
+            known.
         joins: how it takes part in a bucket. None if it does not.
-        states: what it states to `shardcompile.watch`, for messages.
+        states: what it states to `shardcompile.diagnosis`, for messages.
         communicates: whether it sends anything.
         of_one_rank: whether a graph tells what this rank puts in only. What all of them do is taken for as much from
             each.
@@ -88,14 +90,14 @@ class Descriptor(Generic[A]):
     kind: str
     arguments: type[A]
     run: Callable[[A], Any] | None = None
-    extents: Callable[[A], dict[int, Any]] | None = None
+    sizes: Callable[[A], dict[int, Any]] | None = None
     fake: Callable[[A], Any] | None = None
     adjoint: Callable[[A, Shape, Any], Any] | None = None
     inverse: Callable[[A, A], A | None] | None = None
     members: Callable[[A, int | None], list[Member]] | None = None
     traffic: Callable[[Sequence[Member], int], Traffic] | None = None
     whole: Callable[[A], Any] | None = None
-    source: Callable[[A], tuple[Any, GroupCut] | None] | None = None
+    source: Callable[[A], tuple[Any, GroupPartition] | None] | None = None
     joins: Joins[A] | None = None
     states: tuple[str, ...] = ()
     communicates: bool = True
@@ -136,10 +138,10 @@ class Descriptor(Generic[A]):
         return self.packet(*self.signature.write(arguments))
 
     def start(self, arguments: A) -> Pending:
-        """Start a collective with `extents`."""
-        assert self.extents is not None, f"{self.kind} says no extents"
+        """Start a collective with `sizes`."""
+        assert self.sizes is not None, f"{self.kind} says no sizes"
         flat = self.call(arguments)
-        rows, first = rows_of(arguments[0].shape, self.extents(arguments))
+        rows, first = rows_of(arguments[0].shape, self.sizes(arguments))
         return Pending(flat, rows, first)
 
     def enter(self, group: ProcessGroup, dtype: torch.dtype, *stated: object, of: str = "") -> Call:
@@ -152,7 +154,7 @@ class Descriptor(Generic[A]):
             of: the reduction.
         """
         kind = f"{self.kind} ({of})" if of else self.kind
-        return watch.enter(group, kind, dtype, self.states, *stated)
+        return diagnosis.enter(group, kind, dtype, self.states, *stated)
 
     def members_of(self, arguments: A, ranks: int | None) -> list[Member]:
         """`members`, or payloads of one shape on all ranks."""
@@ -189,25 +191,25 @@ def payloads_of(arguments: A) -> list[Any]:
     return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
-def rows_of(shape: Sequence[object], extents: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
+def rows_of(shape: Sequence[object], sizes: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
     """The shape of a result with its rows first, and the dim that they are along.
 
     Args:
         shape: of the payload.
-        extents: see `Descriptor`.
+        sizes: see `Descriptor`.
     """
-    first = next(iter(extents))
-    rest = [extents.get(d, n) for d, n in enumerate(shape) if d != first]
-    return (extents[first], *rest), first
+    first = next(iter(sizes))
+    rest = [sizes.get(d, n) for d, n in enumerate(shape) if d != first]
+    return (sizes[first], *rest), first
 
 
 def _fake(descriptor: Descriptor[A]) -> Callable[[A], Any]:
-    extents = descriptor.extents
-    assert extents is not None, f"{descriptor.kind} has neither extents nor a fake"
+    sizes = descriptor.sizes
+    assert sizes is not None, f"{descriptor.kind} has neither sizes nor a fake"
 
     def fake(arguments: A) -> Tensor:
         x = arguments[0]
-        return x.new_empty([math.prod(rows_of(x.shape, extents(arguments))[0])])
+        return x.new_empty([math.prod(rows_of(x.shape, sizes(arguments))[0])])
 
     return fake
 
@@ -269,7 +271,7 @@ def _context_saver(descriptor: Descriptor[A]) -> Callable[..., None]:
 
 
 def _backward(descriptor: Descriptor[A]) -> Callable[..., tuple[Any, ...]]:
-    adjoint, extents, signature = descriptor.adjoint, descriptor.extents, descriptor.signature
+    adjoint, sizes, signature = descriptor.adjoint, descriptor.sizes, descriptor.signature
     assert adjoint is not None
     tensors = [at for at in signature.tensors if at]
 
@@ -279,8 +281,8 @@ def _backward(descriptor: Descriptor[A]) -> Callable[..., tuple[Any, ...]]:
             for at, tensor in zip(tensors, ctx.saved_tensors, strict=True):
                 given[at] = tensor
         arguments = signature.read(given)
-        if extents is not None:
-            grad = Pending(grad, *rows_of(ctx.shape, extents(arguments))).result()
+        if sizes is not None:
+            grad = Pending(grad, *rows_of(ctx.shape, sizes(arguments))).result()
         return (adjoint(arguments, ctx.shape, grad), *[None] * len(ctx.rest))
 
     return backward

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from shardcompile.collectives import reductions, transport
 from shardcompile.collectives.pending import Decoded, Pending, wait
+from shardcompile.diagnosis import Call, enter
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import CHUNK_KEY
-from shardcompile.watch import Call, enter
+from shardcompile.sharding import CHUNK_KEY
 
 _ops = torch.ops.shardcompile
 _P = TypeVar("_P", bound=Pending | Decoded)
@@ -44,7 +44,7 @@ def _finish(pending: _P, async_op: bool) -> Tensor | _P:
 def all_gather_v(
     x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Concatenate every rank's block along `dim`: Shard to Replicate.
+    """Concatenate every rank's local shard along `dim`: Shard to Replicate.
 
         rank 0  [a a a]
         rank 1  [b b b b b]   ->   [a a a b b b b b c]   on every rank
@@ -53,9 +53,9 @@ def all_gather_v(
     Backward: `reduce_scatter_v` with the same sizes.
 
     Args:
-        x: this rank's block, [..., sizes[rank], ...] at `dim`.
-        dim: the dim along which blocks differ.
-        sizes: every rank's block size in elements of `dim`; zeros allowed.
+        x: this rank's local shard, [..., sizes[rank], ...] at `dim`.
+        dim: the dim along which shards differ.
+        sizes: every rank's local shard size in elements of `dim`; zeros allowed.
         group: the process group.
         async_op: return at once; the result is what `Pending.wait` returns.
 
@@ -76,20 +76,20 @@ def reduce_scatter_v(
     reduce_op: str = "sum",
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Reduce every rank's `x` and keep this rank's block along `dim`: Partial to Shard.
+    """Reduce every rank's `x` and keep this rank's local shard along `dim`: Partial to Shard.
 
     Backward (sum and avg): `all_gather_v` with the same sizes.
 
     Args:
-        x: a term of the reduction, the same shape on every rank, extent sum(sizes) at `dim`.
+        x: a term of the reduction, the same shape on every rank, size sum(sizes) at `dim`.
         dim: the dim that is divided.
-        sizes: every rank's block size.
+        sizes: every rank's local shard size.
         group: the process group.
         reduce_op: sum, avg, product, max or min.
         async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
-        CollectiveError: `x` is not of extent sum(sizes), or there is no such reduction of this dtype.
+        CollectiveError: `x` is not of size sum(sizes), or there is no such reduction of this dtype.
     """
     sizes, dim = _check(sizes, group), _normalize(x, dim)
     out = _ops.reduce_scatter_v(x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name)
@@ -106,7 +106,7 @@ def all_to_all_v(
     *,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """From blocks of `src_dim` to blocks of `dst_dim`: Shard(src_dim) to Shard(dst_dim).
+    """From shards of `src_dim` to shards of `dst_dim`: Shard(src_dim) to Shard(dst_dim).
 
     Backward: the same with the two swapped.
 
@@ -114,8 +114,8 @@ def all_to_all_v(
         x: [..., src_sizes[rank] at src_dim, ..., sum(dst_sizes) at dst_dim, ...].
         src_dim: the dim that is divided now.
         dst_dim: the dim that is divided afterwards.
-        src_sizes: every rank's block size along `src_dim`.
-        dst_sizes: every rank's block size along `dst_dim`.
+        src_sizes: every rank's local shard size along `src_dim`.
+        dst_sizes: every rank's local shard size along `dst_dim`.
         group: the process group.
         async_op: return at once; the result is what `Pending.wait` returns.
     """
@@ -123,7 +123,8 @@ def all_to_all_v(
     src_dim, dst_dim = _normalize(x, src_dim), _normalize(x, dst_dim)
     if src_dim == dst_dim:
         raise CollectiveError(
-            f"all_to_all_v needs two different dims, got dim {src_dim} twice; fetch_ranges changes the cut of one dim"
+            f"all_to_all_v needs two different dims, got dim {src_dim} twice; fetch_ranges changes the partition of "
+            f"one dim"
         )
     out = _ops.all_to_all_v(
         x,
@@ -150,29 +151,29 @@ def fetch_ranges(
     after: int = 0,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Give every rank its block of another cut of the same dim, widened by a halo if asked for.
+    """Give every rank its shard of another partition of the same dim, widened by a halo if asked for.
 
-    Each rank holds `src_sizes[rank]` rows and fetches those of its block of `dst_sizes`. It also gets `before` rows in
-    front and `after` rows behind, as far as the global extent goes. Empty blocks get no halo.
+    Each rank holds `src_sizes[rank]` rows and fetches those of its shard of `dst_sizes`. It also gets `before` rows in
+    front and `after` rows behind, as far as the global size goes. Empty shards get no halo.
 
     Backward: every row's gradients go back to its owner and are added there.
 
     Args:
         x: [..., src_sizes[rank] at dim, ...].
         dim: the dim that is divided.
-        src_sizes: every rank's block size now.
-        dst_sizes: every rank's block size afterwards; the same sum.
+        src_sizes: every rank's local shard size now.
+        dst_sizes: every rank's local shard size afterwards; the same sum.
         group: the process group.
         before: halo rows in front.
         after: halo rows behind.
         async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
-        CollectiveError: the two cuts have different sums.
+        CollectiveError: the two partitions have different sums.
     """
     src_sizes, dst_sizes, dim = _check(src_sizes, group), _check(dst_sizes, group), _normalize(x, dim)
     if sum(src_sizes) != sum(dst_sizes):
-        raise CollectiveError(f"the cuts {src_sizes} and {dst_sizes} hold different numbers of rows")
+        raise CollectiveError(f"the partitions {src_sizes} and {dst_sizes} hold different row indices")
     start, end = transport.running_ends(dst_sizes)[group.rank()]
     if end > start:
         start, end = max(start - before, 0), min(end + after, sum(src_sizes))
@@ -242,18 +243,18 @@ def _world() -> ProcessGroup:
     return dist.group.WORLD
 
 
-def send_blocks(blocks: dict[int, Tensor]) -> None:
-    """Send every rank its block, exactly.
+def send_shards(shards: dict[int, Tensor]) -> None:
+    """Send every rank its shard, exactly.
 
     Args:
-        blocks: by global rank.
+        shards: by global rank.
     """
-    rows = [(rank, block.contiguous().resolve_conj().resolve_neg()) for rank, block in blocks.items()]
+    rows = [(rank, shard.contiguous().resolve_conj().resolve_neg()) for rank, shard in shards.items()]
     _finish_messages(rows, [])
 
 
-def receive_block(out: Tensor, src: int) -> None:
-    """Receive what rank `src` sends with `send_blocks`.
+def receive_shard(out: Tensor, src: int) -> None:
+    """Receive what rank `src` sends with `send_shards`.
 
     Args:
         out: contiguous, written.

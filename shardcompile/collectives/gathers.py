@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of blocks of any sizes: each the other's adjoint."""
+"""All-gather and reduce-scatter of shards of any sizes: each the other's adjoint."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import transport
-from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, new_rows, other_extents, sizes_of
 from shardcompile.collectives.descriptor import Descriptor, Joins
-from shardcompile.collectives.traffic import blocks_to_all, gathered, scattered, size_with
+from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.traffic import gathered, scattered, shards_to_all, size_with
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import GroupCut, IntLike
+from shardcompile.sharding import GroupPartition, IntLike
 
 
 class AllGatherV(NamedTuple):
     """Arguments of `all_gather_v`.
 
     Attributes:
-        input: this rank's block.
-        dim: that is cut.
-        total: what the blocks add up to.
-        cut: the blocks.
+        input: this rank's local shard.
+        dim: that is sharded.
+        total: what the shards add up to.
+        sharded: the shards.
         group_name: the ranks.
     """
 
     input: Tensor
     dim: int
     total: IntLike
-    cut: GroupCut
+    partition: GroupPartition
     group_name: str
 
 
@@ -40,49 +40,49 @@ class ReduceScatterV(NamedTuple):
     Attributes:
         input: a term.
         dim: that is divided.
-        block: how many rows this rank gets.
+        shard: how many rows this rank gets.
         reduce_op: the reduction.
-        cut: the blocks.
+        sharded: the shards.
         group_name: the ranks.
     """
 
     input: Tensor
     dim: int
-    block: IntLike
+    shard: IntLike
     reduce_op: str
-    cut: GroupCut
+    partition: GroupPartition
     group_name: str
 
 
 def _gather(a: AllGatherV) -> Tensor:
     group, x, total = compat.process_group(a.group_name), a.input, int(a.total)
-    blocks = blocks_of(total, a.dim, a.cut, group.size(), "all_gather_v")
-    check_block(x.shape, a.dim, blocks[group.rank()], group.rank(), "all_gather_v")
+    shards = shards_of(total, a.dim, a.partition, group.size(), "all_gather_v")
+    check_shard(x.shape, a.dim, shards[group.rank()], group.rank(), "all_gather_v")
     out = new_rows(x, a.dim, total)
     rows = transport.rows_first(x, a.dim)
-    held = sizes_of(blocks)
-    call = ALL_GATHER_V.enter(group, x.dtype, a.dim, held, other_extents(x, a.dim))
+    held = sizes_of(shards)
+    call = ALL_GATHER_V.enter(group, x.dtype, a.dim, held, other_sizes(x, a.dim))
     works = transport.gather_rows(call, rows, held, as_rows(out, x, a.dim, total))
     transport.complete(out, call, works)
     return out
 
 
 def _scatter(a: ReduceScatterV) -> Tensor:
-    x, block = a.input, int(a.block)
+    x, shard = a.input, int(a.shard)
     transport.check_reduction(a.reduce_op, x.dtype)
     group = compat.process_group(a.group_name)
-    blocks = blocks_of(x.shape[a.dim], a.dim, a.cut, group.size(), "reduce_scatter_v")
+    shards = shards_of(x.shape[a.dim], a.dim, a.partition, group.size(), "reduce_scatter_v")
     rows = transport.rows_first(x, a.dim)
-    out = new_rows(x, a.dim, block)
-    held = sizes_of(blocks)
-    call = REDUCE_SCATTER_V.enter(group, x.dtype, a.dim, held, other_extents(x, a.dim), of=a.reduce_op)
-    target = as_rows(out, x, a.dim, block)
+    out = new_rows(x, a.dim, shard)
+    held = sizes_of(shards)
+    call = REDUCE_SCATTER_V.enter(group, x.dtype, a.dim, held, other_sizes(x, a.dim), of=a.reduce_op)
+    target = as_rows(out, x, a.dim, shard)
     transport.complete(out, call, *transport.reduce_scatter_rows(call, rows, held, a.reduce_op, target))
     return out
 
 
 def _gather_adjoint(a: AllGatherV, shape: torch.Size, grad: Tensor) -> Tensor:
-    back = ReduceScatterV(grad, a.dim, shape[a.dim], "sum", a.cut, a.group_name)
+    back = ReduceScatterV(grad, a.dim, shape[a.dim], "sum", a.partition, a.group_name)
     return REDUCE_SCATTER_V.start(back).wait()
 
 
@@ -91,25 +91,25 @@ def _scatter_adjoint(a: ReduceScatterV, shape: torch.Size, grad: Tensor) -> Tens
         raise CollectiveError(f"reduce_scatter_v with {a.reduce_op} has no gradient; only sum and avg have")
     if a.reduce_op == "avg":
         grad = grad / compat.process_group(a.group_name).size()
-    return ALL_GATHER_V.start(AllGatherV(grad, a.dim, shape[a.dim], a.cut, a.group_name)).wait()
+    return ALL_GATHER_V.start(AllGatherV(grad, a.dim, shape[a.dim], a.partition, a.group_name)).wait()
 
 
-def _cuts(a: Any) -> list[GroupCut]:
-    return [a.cut]
+def _partitions(a: Any) -> list[GroupPartition]:
+    return [a.partition]
 
 
 ALL_GATHER_V = Descriptor(
     "all_gather_v",
     AllGatherV,
     _gather,
-    extents=lambda a: {a.dim: a.total},
+    sizes=lambda a: {a.dim: a.total},
     adjoint=_gather_adjoint,
-    members=lambda a, n: [gathered(a.input, a.dim, a.total, a.cut, n)],
-    traffic=blocks_to_all,
+    members=lambda a, n: [gathered(a.input, a.dim, a.total, a.partition, n)],
+    traffic=shards_to_all,
     whole=lambda a: size_with(a.input, a.dim, a.total),
-    source=lambda a: (a.total, a.cut),
-    joins=Joins("all_gather_bucket", _cuts, uneven=True),
-    states=("dim", "in blocks of", "other extents"),
+    source=lambda a: (a.total, a.partition),
+    joins=Joins("all_gather_bucket", _partitions, uneven=True),
+    states=("dim", "sharded of", "other sizes"),
     told=True,
     as_integers=True,
 )
@@ -118,12 +118,12 @@ REDUCE_SCATTER_V = Descriptor(
     "reduce_scatter_v",
     ReduceScatterV,
     _scatter,
-    extents=lambda a: {a.dim: a.block},
+    sizes=lambda a: {a.dim: a.shard},
     adjoint=_scatter_adjoint,
-    members=lambda a, n: [scattered(a.input, a.dim, a.block, a.cut, n)],
-    traffic=blocks_to_all,
-    source=lambda a: (a.input.shape[a.dim], a.cut),
-    joins=Joins("reduce_scatter_bucket", _cuts, uneven=True),
-    states=("dim", "in blocks of", "other extents"),
+    members=lambda a, n: [scattered(a.input, a.dim, a.shard, a.partition, n)],
+    traffic=shards_to_all,
+    source=lambda a: (a.input.shape[a.dim], a.partition),
+    joins=Joins("reduce_scatter_bucket", _partitions, uneven=True),
+    states=("dim", "sharded of", "other sizes"),
     moves_rows=False,
 )

@@ -1,7 +1,7 @@
-"""The nearest points of each query where the points lie in blocks: one block after the other, with running results.
+"""The nearest points of each query where the points lie sharded: one shard after the other, with running results.
 
-A rank holds its own block, one block of another rank at a time, and its results. Every rank searches each block for its
-own queries; blocks travel as they are, straight from their owners.
+A rank holds its local shard, one shard of another rank at a time, and its results. Every rank searches each shard for
+its own queries; shards travel as they are, straight from their owners.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import transport
-from shardcompile.collectives.block_search import Found, parts, search, searchable
-from shardcompile.collectives.blocks import blocks_of, check_block, sizes_of
 from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.local_search import Found, parts, search, searchable
 from shardcompile.collectives.pending import wait
+from shardcompile.collectives.shards import check_shard, shards_of, sizes_of
 from shardcompile.collectives.traffic import even_gather
-from shardcompile.layout import Cut, GroupCut, IntLike
+from shardcompile.sharding import GroupPartition, IntLike, Partition
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
@@ -31,12 +31,12 @@ class Nearest(NamedTuple):
     """Arguments of the op `nearest`.
 
     Attributes:
-        points: this rank's block.
+        points: this rank's local shard.
         queries: of this rank.
         count: how many points are wanted.
         reach: none that is farther away.
         total: how many points there are.
-        cut: the blocks of points.
+        sharded: the shards of points.
         group_name: the ranks.
     """
 
@@ -45,7 +45,7 @@ class Nearest(NamedTuple):
     count: int  # type: ignore[assignment]  # a field in place of a method of tuples that nobody asks for
     reach: float
     total: IntLike
-    cut: GroupCut
+    partition: GroupPartition
     group_name: str
 
 
@@ -54,17 +54,17 @@ def nearest(
     queries: Tensor,
     count: int,
     reach: float = math.inf,
-    cut: Cut | None = None,
+    partition: Partition | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The nearest points of each query, in the order of their distances, of equal ones in that of their numbers.
 
     Args:
-        points: this rank's block: [m, dims].
+        points: this rank's local shard: [m, dims].
         queries: any number of them: [n, dims], of the same dtype.
         count: how many points are wanted.
         reach: none that is farther away.
-        cut: of all points, over one mesh dim; None if this rank has all of them.
+        sharded: of all points, over one mesh dim; None if this rank has all of them.
         mesh: the mesh.
 
     Returns:
@@ -72,14 +72,14 @@ def nearest(
         how many points are within reach: [n].
     """
     n, points, queries = queries.shape[0], points.detach(), queries.detach()
-    if cut is None:
+    if partition is None:
         found = torch.ops.shardcompile.nearest_here(points, queries, count, reach)
     else:
-        assert mesh is not None, "a cut is one over a mesh dim"
-        (mesh_dim,) = cut.mesh_dims
-        ref = cut.group_ref(compat.coordinate(mesh) or ())
+        assert mesh is not None, "a partition is one over a mesh dim"
+        (mesh_dim,) = partition.mesh_dims
+        ref = partition.group_ref(compat.coordinate(mesh) or ())
         group_name = compat.group_name_of(mesh, mesh_dim)
-        arguments = Nearest(points, queries, count, reach, cut.extent, ref, group_name)
+        arguments = Nearest(points, queries, count, reach, partition.size, ref, group_name)
         found = wait(NEAREST.call(arguments))
     distances, numbers, within = parts(found, n, count)
     return distances.to(points.dtype), numbers, within
@@ -94,20 +94,20 @@ def _nearest_here(points: Tensor, queries: Tensor, count: int, reach: float) -> 
 def _nearest(a: Nearest) -> Tensor:
     group, queries, total = compat.process_group(a.group_name), a.queries, int(a.total)
     me, ranks = group.rank(), group.size()
-    blocks = blocks_of(total, 0, a.cut, ranks, "nearest")
-    check_block(a.points.shape, 0, blocks[me], me, "nearest")
+    shards = shards_of(total, 0, a.partition, ranks, "nearest")
+    check_shard(a.points.shape, 0, shards[me], me, "nearest")
     points = transport.rows_first(a.points, 0)
-    held = sizes_of(blocks)
+    held = sizes_of(shards)
     call = NEAREST.enter(group, points.dtype, held, points.shape[1])
     found = Found.none(queries, a.count, total)
-    search(found, searchable(points, blocks[me][0]), queries, a.reach)
+    search(found, searchable(points, shards[me][0]), queries, a.reach)
     memory = points.new_empty([max((n for r, n in enumerate(held) if r != me), default=0), points.shape[1]])
     for step in range(1, ranks):
         to, source = (me - step) % ranks, (me + step) % ranks
-        block = memory[: held[source]]
-        works = transport.exchange(call, [(to, points)], [(source, block)])
+        shard = memory[: held[source]]
+        works = transport.exchange(call, [(to, points)], [(source, shard)])
         transport.CallWork(call, works).wait()
-        search(found, searchable(block, blocks[source][0]), queries, a.reach)
+        search(found, searchable(shard, shards[source][0]), queries, a.reach)
     return found.flat
 
 
@@ -121,7 +121,7 @@ NEAREST = Descriptor(
     _nearest,
     fake=lambda a: _fake(a.queries, a.count),
     traffic=even_gather,
-    states=("in blocks of", "dims"),
+    states=("sharded of", "dims"),
     of_one_rank=True,
     moves_rows=False,
 )

@@ -27,9 +27,9 @@ class Pending:
     dim: int
 
     @staticmethod
-    def of(flat: Tensor, shape: Sequence[object], dim: int, extent: object) -> Pending:
-        """A collective whose result has the given shape, but for the extent of `dim`."""
-        return Pending(flat, (extent, *(s for d, s in enumerate(shape) if d != dim)), dim)
+    def of(flat: Tensor, shape: Sequence[object], dim: int, size: object) -> Pending:
+        """A collective whose result has the given shape, but for the size of `dim`."""
+        return Pending(flat, (size, *(s for d, s in enumerate(shape) if d != dim)), dim)
 
     def result(self) -> Tensor:
         """The result, not to be read before the wait."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardcompile.collectives import around, ranges
-from shardcompile.collectives.around import FETCH_AROUND, RETURN_AROUND, Around
+from shardcompile.collectives import halo_exchange, ranges
 from shardcompile.collectives.descriptor import Descriptor, rows_of
 from shardcompile.collectives.exchange import Exchange
+from shardcompile.collectives.halo_exchange import FETCH_AROUND, RETURN_AROUND, Around
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.collectives.traffic import Member
-from shardcompile.layout import GroupCut, IntLike
+from shardcompile.sharding import GroupPartition, IntLike
 
 
 class RangeBucket(NamedTuple):
@@ -29,10 +29,10 @@ class RangeBucket(NamedTuple):
         inputs: the payloads.
         kinds: of the members, with spaces between them.
         dims: of the rows.
-        numbers: the numbers of rows that a record has, in its order, and what follows from ``reach``.
+        numbers: the row indices that a record has, in its order, and what follows from ``reach``.
         counts: how many numbers each member has.
         fills: what rows outside of the dim hold; empty if no member wants any.
-        cuts: the cuts that a record has, in its order.
+        partitions: the partitions that a record has, in its order.
         group_name: the ranks.
     """
 
@@ -42,7 +42,7 @@ class RangeBucket(NamedTuple):
     numbers: list[IntLike]
     counts: list[int]
     fills: list[float]
-    cuts: list[GroupCut]
+    partitions: list[GroupPartition]
     group_name: str
 
 
@@ -56,25 +56,25 @@ class _Form(NamedTuple):
     Attributes:
         of: the collective.
         exchange: a rank's part in it.
-        numbers: names of the numbers of rows.
-        cuts: names of the cuts.
+        numbers: names of the row indices.
+        partitions: names of the partitions.
     """
 
     of: Descriptor[Any]
     exchange: Callable[[Any, Tensor | None], Exchange]
     numbers: tuple[str, ...]
-    cuts: tuple[str, ...]
+    partitions: tuple[str, ...]
 
 
-_RANGES = ("total", "block"), ("src", "dst")
-_AROUND = ("before", "after", "total", "block"), ("cut",)
+_RANGES = ("total", "shard"), ("src", "dst")
+_AROUND = ("before", "after", "total", "shard"), ("partition",)
 _FORMS = {
     form.of.kind: form
     for form in (
         _Form(FETCH_RANGES, ranges.exchange_to_fetch, *_RANGES),
         _Form(RETURN_RANGES, ranges.exchange_to_return, *_RANGES),
-        _Form(FETCH_AROUND, around.exchange_to_fetch, *_AROUND),
-        _Form(RETURN_AROUND, around.exchange_to_return, *_AROUND),
+        _Form(FETCH_AROUND, halo_exchange.exchange_to_fetch, *_AROUND),
+        _Form(RETURN_AROUND, halo_exchange.exchange_to_return, *_AROUND),
     )
 }
 
@@ -91,7 +91,7 @@ def together(kinds: Sequence[str], records: Sequence[Record]) -> RangeBucket:
         kinds: of the members.
         records: their arguments, of one group.
     """
-    numbers, counts, fills, cuts = [], [], [], []
+    numbers, counts, fills, partitions = [], [], [], []
     for kind, record in zip(kinds, records, strict=True):
         form = _FORMS[kind]
         own = [getattr(record, name) for name in form.numbers]
@@ -100,20 +100,20 @@ def together(kinds: Sequence[str], records: Sequence[Record]) -> RangeBucket:
             fills += [] if record.fill is None else [record.fill]
         numbers += own
         counts.append(len(own))
-        cuts += [getattr(record, name) for name in form.cuts]
+        partitions += [getattr(record, name) for name in form.partitions]
     inputs, dims = [record.input for record in records], [record.dim for record in records]
-    return RangeBucket(inputs, " ".join(kinds), dims, numbers, counts, fills, cuts, records[0].group_name)
+    return RangeBucket(inputs, " ".join(kinds), dims, numbers, counts, fills, partitions, records[0].group_name)
 
 
 def members_of(a: RangeBucket) -> list[tuple[_Form, Record]]:
     """How each member takes part, and its arguments."""
-    numbers, fills, cuts = iter(a.numbers), iter(a.fills), iter(a.cuts)
+    numbers, fills, partitions = iter(a.numbers), iter(a.fills), iter(a.partitions)
     found: list[tuple[_Form, Record]] = []
     for x, kind, dim, count in zip(a.inputs, a.kinds.split(), a.dims, a.counts, strict=True):
         form = _FORMS[kind]
         own = [next(numbers) for _ in range(count)]
         named, reach = dict(zip(form.numbers, own[: len(form.numbers)], strict=True)), own[len(form.numbers) :]
-        named |= {name: next(cuts) for name in form.cuts}  # type: ignore[misc]
+        named |= {name: next(partitions) for name in form.partitions}  # type: ignore[misc]
         if form.of.arguments is Around:
             record: Record = Around(x, dim, **named, group_name=a.group_name)  # type: ignore[arg-type]
         else:
@@ -125,7 +125,7 @@ def members_of(a: RangeBucket) -> list[tuple[_Form, Record]]:
 
 def _shape(form: _Form, record: Record) -> tuple[Any, ...]:
     """Of a member's result, rows first."""
-    return rows_of(record.input.shape, form.of.extents(record))[0]  # type: ignore[misc]
+    return rows_of(record.input.shape, form.of.sizes(record))[0]  # type: ignore[misc]
 
 
 def _run(a: RangeBucket) -> Tensor:

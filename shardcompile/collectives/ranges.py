@@ -17,25 +17,25 @@ from torch.distributed import ProcessGroup
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
-from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, ends_of, new_rows, other_extents, sizes_of
 from shardcompile.collectives.descriptor import Descriptor, Joins
 from shardcompile.collectives.exchange import Exchange
-from shardcompile.collectives.traffic import GroupBlocks, Load, Member, Traffic, nbytes_with, size_with
+from shardcompile.collectives.shards import as_rows, check_shard, ends_of, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.traffic import GroupShards, Load, Member, Traffic, nbytes_with, size_with
 from shardcompile.collectives.transport import Range
-from shardcompile.layout import GroupCut, IntLike, chunk_sizes
+from shardcompile.sharding import GroupPartition, IntLike, chunk_sizes
 
 
 class Ranges(NamedTuple):
     """Arguments of `fetch_ranges` and `return_ranges`.
 
     Attributes:
-        input: this rank's block; of a return what belongs to the rows that it wants.
+        input: this rank's local shard; of a return what belongs to the rows that it wants.
         dim: of the rows.
         total: how many rows there are.
-        block: how many rows this rank gets.
-        src: the blocks that ranks hold.
-        dst: the blocks that ranks want.
-        reach: empty if the blocks of `dst` themselves are wanted. Otherwise they are blocks of other rows, and wanted
+        shard: how many rows this rank gets.
+        src: the shards that ranks hold.
+        dst: the shards that ranks want.
+        reach: empty if the shards of `dst` themselves are wanted. Otherwise they are shards of other rows, and wanted
             is what these read: `count`, `num`, `den`, `before` and `after` say that there are `count`, of which row j
             reads those from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down.
         fill: what rows outside of the dim hold; None if none are wanted.
@@ -45,9 +45,9 @@ class Ranges(NamedTuple):
     input: Tensor
     dim: int
     total: IntLike
-    block: IntLike
-    src: GroupCut
-    dst: GroupCut
+    shard: IntLike
+    src: GroupPartition
+    dst: GroupPartition
     reach: list[IntLike]
     fill: float | None
     group_name: str
@@ -56,11 +56,11 @@ class Ranges(NamedTuple):
 def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
     """The range of rows that each rank wants."""
     if not a.reach:
-        wanted = blocks_of(int(a.total), a.dim, a.dst, ranks, what)
+        wanted = shards_of(int(a.total), a.dim, a.dst, ranks, what)
     else:
         count, num, den, before, after = map(int, a.reach)
         wanted = []
-        for first, end in blocks_of(count, a.dim, a.dst, ranks, what):
+        for first, end in shards_of(count, a.dim, a.dst, ranks, what):
             start = -((before - first * num) // den)
             last = ((end - 1) * num + after) // den
             wanted.append((start, max(last + 1, start)) if end > first else (0, 0))
@@ -75,20 +75,20 @@ def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
         out: flat, to be written; None for new memory.
     """
     group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
-    held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
+    held = shards_of(int(a.total), a.dim, a.src, group.size(), what)
     wanted = _read_ranges(a, group.size(), what)
-    return fetch_wanted(what, a.input, a.dim, held, wanted, int(a.block), group, a.fill, out)
+    return fetch_wanted(what, a.input, a.dim, held, wanted, int(a.shard), group, a.fill, out)
 
 
 def exchange_to_return(a: Ranges, out: Tensor | None = None) -> Exchange:
     """A rank's part in `return_ranges`; arguments as of `exchange_to_fetch`."""
     group, what = compat.process_group(a.group_name), RETURN_RANGES.kind
-    held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
-    return return_wanted(what, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.block), group, out)
+    held = shards_of(int(a.total), a.dim, a.src, group.size(), what)
+    return return_wanted(what, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.shard), group, out)
 
 
 def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
-    """What the others get of a block. Only that is put in order of rows: a halo is little of a block."""
+    """What the others get of a shard. Only that is put in order of rows: a halo is little of a shard."""
     ranges = [(p, a, b) for p, (a, b) in enumerate(to_peers) if p != me and b > a]
     return [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p, a, b in ranges]
 
@@ -99,7 +99,7 @@ def fetch_wanted(
     dim: int,
     held: Sequence[Range],
     wanted: Sequence[Range],
-    block: int,
+    shard: int,
     group: ProcessGroup,
     fill: float | None = None,
     out: Tensor | None = None,
@@ -108,21 +108,21 @@ def fetch_wanted(
 
     Args:
         what: the op, for messages.
-        x: this rank's block.
+        x: this rank's local shard.
         dim: of the rows.
         held: the range that each rank holds.
         wanted: the range that each rank wants.
-        block: how many rows this rank wants.
+        shard: how many rows this rank wants.
         group: the ranks.
         fill: what rows outside of the dim hold; None if none are wanted.
         out: flat, for the rows; None for new memory.
     """
     me, total = group.rank(), held[-1][1]
-    check_block(x.shape, dim, held[me], me, what)
-    out = new_rows(x, dim, block) if out is None else out
+    check_shard(x.shape, dim, held[me], me, what)
+    out = new_rows(x, dim, shard) if out is None else out
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
-    target = as_rows(out, x, dim, block)
+    target = as_rows(out, x, dim, shard)
     if fill is not None:
         start, end = wanted[me]
         target[: max(-start, 0)].fill_(fill)
@@ -138,7 +138,7 @@ def return_wanted(
     dim: int,
     held: Sequence[Range],
     wanted: Sequence[Range],
-    block: int,
+    shard: int,
     group: ProcessGroup,
     out: Tensor | None = None,
 ) -> Exchange:
@@ -150,17 +150,17 @@ def return_wanted(
         dim: of the rows.
         held: as for `fetch_wanted`.
         wanted: as for `fetch_wanted`.
-        block: how many rows this rank holds.
+        shard: how many rows this rank holds.
         group: the ranks.
         out: flat, for the sums; None for new memory.
     """
     me = group.rank()
-    check_block(x.shape, dim, wanted[me], me, what)
+    check_shard(x.shape, dim, wanted[me], me, what)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     peers = [p for p in range(group.size()) if p != me]
-    out = (new_rows(x, dim, block) if out is None else out).zero_()
-    target = as_rows(out, x, dim, block)
+    out = (new_rows(x, dim, shard) if out is None else out).zero_()
+    target = as_rows(out, x, dim, shard)
     target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
     width = target.shape[1:].numel()
     counts = [back[p][1] - back[p][0] for p in peers]
@@ -177,39 +177,39 @@ def return_wanted(
 
 
 def _stated(x: Tensor, dim: int, held: Sequence[Range], wanted: Sequence[Range]) -> tuple[object, ...]:
-    return dim, sizes_of(held), dim, ends_of(wanted), other_extents(x, dim)
+    return dim, sizes_of(held), dim, ends_of(wanted), other_sizes(x, dim)
 
 
 def _adjoint(of: Callable[[], Descriptor[Ranges]]) -> Callable[[Ranges, torch.Size, Tensor], Tensor]:
     def adjoint(a: Ranges, shape: torch.Size, grad: Tensor) -> Tensor:
-        return of().start(a._replace(input=grad, block=shape[a.dim])).wait()
+        return of().start(a._replace(input=grad, shard=shape[a.dim])).wait()
 
     return adjoint
 
 
 def _inverse(a: Ranges, back: Ranges) -> Ranges | None:
     """None for what rows read: it has no inverse."""
-    return None if a.reach else a._replace(input=back.input, block=back.block, src=a.dst, dst=a.src)
+    return None if a.reach else a._replace(input=back.input, shard=back.shard, src=a.dst, dst=a.src)
 
 
 def _fetch_members(a: Ranges, n: int | None) -> list[Member]:
-    get = _wanted_side(a, a.block, n)
+    get = _wanted_side(a, a.shard, n)
     put = _held_side(a, a.input.shape[a.dim], n, get)
     return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
 
 
 def _return_members(a: Ranges, n: int | None) -> list[Member]:
     put = _wanted_side(a, a.input.shape[a.dim], n)
-    get = _held_side(a, a.block, n, put)
+    get = _held_side(a, a.shard, n, put)
     return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
 
 
-def _wanted_side(a: Ranges, extent: IntLike, n: int | None) -> GroupBlocks:
-    """What ranks want of the rows that others hold: blocks, or what rows of theirs read."""
+def _wanted_side(a: Ranges, size: IntLike, n: int | None) -> GroupShards:
+    """What ranks want of the rows that others hold: shards, or what rows of theirs read."""
     if not a.reach:
-        return GroupBlocks.of(a.dst, a.total, extent, n)
+        return GroupShards.of(a.dst, a.total, size, n)
     count, num, den, before, after = map(compat.size_hint, a.reach)
-    side = GroupBlocks.of(a.dst, count, extent, n)
+    side = GroupShards.of(a.dst, count, size, n)
     rows = compat.size_hint(a.total)
     sizes, halo = side.sizes, -(-(before + after) // den)
     if sizes is None:
@@ -218,8 +218,8 @@ def _wanted_side(a: Ranges, extent: IntLike, n: int | None) -> GroupBlocks:
     return replace(side, sizes=tuple(b - a for a, b in itertools.pairwise([0, *ends, rows])), halo=halo)
 
 
-def _held_side(a: Ranges, extent: IntLike, n: int | None, wanted: GroupBlocks) -> GroupBlocks:
-    side = GroupBlocks.of(a.src, a.total, extent, n)
+def _held_side(a: Ranges, size: IntLike, n: int | None, wanted: GroupShards) -> GroupShards:
+    side = GroupShards.of(a.src, a.total, size, n)
     return replace(side, assumed=wanted.assumed) if side.sizes is None else side
 
 
@@ -236,7 +236,7 @@ def _moved(m: Member, n: int) -> np.ndarray:
     narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
     held, wanted = narrow.sizes or narrow.assumed, wide.sizes or wide.assumed
     if held is None or wanted is None:
-        # Cuts that are known at run time only: all but one part in n may have to move.
+        # Partitions that are known at run time only: all but one part in n may have to move.
         return np.full((2, n), (n - 1) / n * m.nbytes / n)
     taken, given = _moved_rows(held, wanted, wide.halo)
     moved = [given, taken] if narrow is m.put else [taken, given]
@@ -280,13 +280,13 @@ def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[
 
 
 JOINS: Joins[Any] = Joins("range_bucket", load=load, uneven=True)
-"""How these collectives, and those of `shardcompile.collectives.around`, take part in a bucket."""
+"""How these collectives, and those of `shardcompile.collectives.halo_exchange`, take part in a bucket."""
 
 FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     "fetch_ranges",
     Ranges,
     lambda a: exchange_to_fetch(a).start(FETCH_RANGES, a.group_name),
-    extents=lambda a: {a.dim: a.block},
+    sizes=lambda a: {a.dim: a.shard},
     adjoint=_adjoint(lambda: RETURN_RANGES),
     inverse=_inverse,
     members=_fetch_members,
@@ -294,7 +294,7 @@ FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
     joins=JOINS,
-    states=("dim", "in blocks of", "to dim", "in", "other extents"),
+    states=("dim", "sharded of", "to dim", "in", "other sizes"),
     told=True,
     as_integers=True,
 )
@@ -303,13 +303,13 @@ RETURN_RANGES: Descriptor[Ranges] = Descriptor(
     "return_ranges",
     Ranges,
     lambda a: exchange_to_return(a).start(RETURN_RANGES, a.group_name),
-    extents=lambda a: {a.dim: a.block},
+    sizes=lambda a: {a.dim: a.shard},
     adjoint=_adjoint(lambda: FETCH_RANGES),
     members=_return_members,
     traffic=traffic,
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
     joins=JOINS,
-    states=("dim", "in blocks of", "to dim", "in", "other extents"),
+    states=("dim", "sharded of", "to dim", "in", "other sizes"),
     told=True,
 )

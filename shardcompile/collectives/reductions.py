@@ -124,6 +124,6 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
 def _start(x: Tensor, reduce_op: str, group_name: str) -> Pending:
     flat = x
     if x.ndim > 1 and type(x) is not Tensor:  # an eager one keeps its shape, which an error names
-        with compat.without_guards(x):  # `reshape` asks how the block is stored, and would specialise on its size
+        with compat.without_guards(x):  # `reshape` asks how the shard is stored, and would specialise on its size
             flat = x.reshape([-1])
     return Pending(ALL_REDUCE.call(AllReduce(flat, reduce_op, group_name)), tuple(x.shape), 0)

@@ -1,4 +1,4 @@
-"""Rows that go where data says: how many, how they are cut then, and the exchange that moves them.
+"""Rows that go where data says: how many, how they are sharded then, and the exchange that moves them.
 
 `counts` is a table, the same on every rank of a group: counts[s, d] rows go from rank s to rank d. It lies on the CPU,
 since messages are sent from there. Rows that leave a rank are in the order of their destinations; rows that arrive are
@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor, Joins
-from shardcompile.collectives.moved import note_rows
 from shardcompile.collectives.pending import wait
+from shardcompile.collectives.routing_statistics import note_rows
 from shardcompile.collectives.traffic import (
     Load,
     Member,
@@ -34,10 +34,10 @@ from shardcompile.collectives.traffic import (
     is_number,
     of_any_rows,
 )
+from shardcompile.diagnosis import Call, enter
 from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
-from shardcompile.layout import Cut, GroupCut, IntLike, digest_of, write_cut
-from shardcompile.layout.arguments import cut_schema
-from shardcompile.watch import Call, enter
+from shardcompile.sharding import GroupPartition, IntLike, Partition, digest_of, write_partition
+from shardcompile.sharding.arguments import partition_schema
 
 _NOMINAL_ROWS = 64
 
@@ -50,8 +50,8 @@ _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
 for _schema in (
     "rows_from(Tensor counts, str group_name) -> Tensor",
-    f"block_starts(SymInt total, {cut_schema()}, str group_name) -> Tensor",
-    "cut_of_sizes(Tensor sizes, int[] parts, SymInt extent, SymInt block, str group_names) -> Tensor",
+    f"shard_starts(SymInt total, {partition_schema()}, str group_name) -> Tensor",
+    "partition_of_sizes(Tensor sizes, int[] parts, SymInt size, SymInt shard, str group_names) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
 
@@ -78,14 +78,14 @@ class ExchangeRows(NamedTuple):
     Attributes:
         inputs: rows, in the order of their destinations.
         counts: how many go where.
-        block: how many arrive.
+        shard: how many arrive.
         back: the other way.
         group_name: the ranks.
     """
 
     inputs: list[Tensor]
     counts: Tensor
-    block: IntLike
+    shard: IntLike
     back: bool
     group_name: str
 
@@ -117,25 +117,25 @@ def counts_in_range(counts: Tensor, numbers: Tensor, bad: Tensor) -> Tensor:
 
 
 def exchange_rows(
-    inputs: Sequence[Tensor], counts: Tensor, block: IntLike, group_name: str, *, back: bool = False
+    inputs: Sequence[Tensor], counts: Tensor, shard: IntLike, group_name: str, *, back: bool = False
 ) -> list[Tensor]:
     """Send rows to the ranks that `counts` says, those of all tensors in one message to each. Differentiable.
 
     Args:
         inputs: each [n, ...], rows in the order of their destinations; any dtypes.
         counts: as `gather_counts` gives it.
-        block: how many rows arrive.
+        shard: how many rows arrive.
         group_name: the ranks.
         back: the other way: rows in the order of the ranks that they came from go back there.
 
     Returns:
-        Each [block, ...], rows in the order of the ranks that sent them.
+        Each [shard, ...], rows in the order of the ranks that sent them.
 
     Raises:
         CollectiveError: there are not as many rows as `counts` says.
     """
-    flat = EXCHANGE_ROWS.packet(list(inputs), counts, block, back, group_name)
-    return [wait(f).view([block, *x.shape[1:]]) for f, x in zip(flat, inputs, strict=True)]
+    flat = EXCHANGE_ROWS.packet(list(inputs), counts, shard, back, group_name)
+    return [wait(f).view([shard, *x.shape[1:]]) for f, x in zip(flat, inputs, strict=True)]
 
 
 def rows_from(counts: Tensor, group_name: str) -> Tensor:
@@ -146,58 +146,58 @@ def rows_from(counts: Tensor, group_name: str) -> Tensor:
     return _ops.rows_from(counts, group_name)
 
 
-def block_starts(cut: Cut, mesh: DeviceMesh) -> Tensor:
-    """At which row each block of a cut over one mesh dim begins: [ranks], int64, on the CPU.
+def shard_starts(partition: Partition, mesh: DeviceMesh) -> Tensor:
+    """At which row each shard of a sharded over one mesh dim begins: [ranks], int64, on the CPU.
 
-    An op, since a graph knows the block of its own rank only.
+    An op, since a graph knows the shard of its own rank only.
     """
-    (mesh_dim,) = cut.mesh_dims
-    ref = cut.group_ref(compat.coordinate(mesh) or ())
+    (mesh_dim,) = partition.mesh_dims
+    ref = partition.group_ref(compat.coordinate(mesh) or ())
     group_name = compat.group_name_of(mesh, mesh_dim)
-    return _ops.block_starts(cut.extent, *write_cut(ref), group_name)
+    return _ops.shard_starts(partition.size, *write_partition(ref), group_name)
 
 
-def cut_of_sizes(
+def partition_of_sizes(
     sizes: Tensor,
     mesh: DeviceMesh,
     mesh_dims: Sequence[int],
-    extent: IntLike | None = None,
-    block: IntLike | None = None,
+    dim_size: IntLike | None = None,
+    shard: IntLike | None = None,
     about: IntLike | None = None,
-) -> Cut:
-    """The cut with block sizes that a tensor holds, which may be known only when a graph runs.
+) -> Partition:
+    """The partition with shard sizes that a tensor holds, which may be known only when a graph runs.
 
     Args:
-        sizes: of all blocks, outermost mesh dim slowest, the same on every rank; whole numbers.
+        sizes: of all shards, outermost mesh dim slowest, the same on every rank; whole numbers.
         mesh: the mesh.
-        mesh_dims: that cut, outermost first.
-        extent: what the sizes have to add up to; anything if None.
-        block: how large this rank's block is, if that is known.
+        mesh_dims: that partition, outermost first.
+        size: what the sizes have to add up to; anything if None.
+        shard: how large this rank's local shard is, if that is known.
         about: what they add up to as a rule: compilers and costs reckon with it.
 
     Raises:
-        LayoutError: they do not, a size is negative, there are not as many as blocks, or this rank's is another one.
+        LayoutError: they do not, a size is negative, there are not as many as shards, or this rank's is another one.
     """
     parts = [mesh.shape[m] for m in mesh_dims]
     if sizes.dtype.is_floating_point or sizes.dtype.is_complex or sizes.dtype is torch.bool or sizes.ndim != 1:
         raise LayoutError(
-            f"block sizes are whole numbers, one for each of {math.prod(parts)} blocks; got a tensor of "
+            f"shard sizes are whole numbers, one for each of {math.prod(parts)} shards; got a tensor of "
             f"{sizes.dtype} of shape {tuple(sizes.shape)}"
         )
     groups = ",".join(compat.group_name_of(mesh, m) for m in mesh_dims)
-    wanted, here = (-1 if n is None else n for n in (extent, block))
+    wanted, here = (-1 if n is None else n for n in (dim_size, shard))
     if not compat.is_fake(sizes):
-        return _checked_cut(sizes, mesh_dims, parts, wanted, here, groups)[0]
-    total, key, size = _ops.cut_of_sizes(sizes.detach(), parts, wanted, here, groups).unbind()
+        return _checked_partition(sizes, mesh_dims, parts, wanted, here, groups)[0]
+    total, key, size = _ops.partition_of_sizes(sizes.detach(), parts, wanted, here, groups).unbind()
     symbol = compat.keep_symbol(key.item())
-    extent = compat.keep_symbol(total.item()) if extent is None else extent
-    block = compat.keep_symbol(size.item()) if block is None else block
-    torch._check(block >= 0)
-    torch._check(extent >= block)
-    likely = compat.size_hint(extent if about is None else about)
-    compat.suggest_hint(extent, likely)
-    compat.suggest_hint(block, -(-likely // math.prod(parts)))
-    return Cut.traced(mesh_dims, parts, extent, symbol, block)
+    dim_size = compat.keep_symbol(total.item()) if dim_size is None else dim_size
+    shard = compat.keep_symbol(size.item()) if shard is None else shard
+    torch._check(shard >= 0)
+    torch._check(dim_size >= shard)
+    likely = compat.size_hint(dim_size if about is None else about)
+    compat.suggest_hint(dim_size, likely)
+    compat.suggest_hint(shard, -(-likely // math.prod(parts)))
+    return Partition.traced(mesh_dims, parts, dim_size, symbol, shard)
 
 
 def first_rows(x: Tensor, count: IntLike) -> Tensor:
@@ -208,38 +208,43 @@ def first_rows(x: Tensor, count: IntLike) -> Tensor:
         count: how many, at most n; a symbol where the data says.
     """
     if isinstance(x.shape[0], int) and not isinstance(count, int):
-        # n may be that of this rank's block. A bound would tell the compiler of `count` what is so on this rank only:
-        # that it is 0, if n is.
+        # n may be that of this rank's local shard. A bound would tell the compiler of `count` what is so on this rank
+        # only: that it is 0, if n is.
         return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
     torch._check(count <= x.shape[0])
     return x.narrow(0, 0, count).clone()
 
 
-def _checked_cut(
-    sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], extent: object, block: object, group_names: str
-) -> tuple[Cut, int]:
-    """A cut, and this rank's block of it. What is not known of them is -1."""
-    cut = Cut.of_sizes(mesh_dims, parts, sizes.tolist())
-    if extent not in (-1, cut.extent):
-        raise LayoutError(f"block sizes {list(cut.sizes)} add up to {cut.extent}, but the dim has extent {extent}")
+def _checked_partition(
+    sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], size: object, shard: object, group_names: str
+) -> tuple[Partition, int]:
+    """A partition, and this rank's local shard of it. What is not known of them is -1."""
+    partition = Partition.of_sizes(mesh_dims, parts, sizes.tolist())
+    if size not in (-1, partition.size):
+        raise LayoutError(
+            f"shard sizes {list(partition.sizes)} add up to {partition.size}, but the dim has size {size}"
+        )
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):
         index = index * count + compat.process_group(name).rank()
-    if block not in (-1, cut.sizes[index]):
-        raise LayoutError(f"this rank's block has {block} rows; block sizes {list(cut.sizes)} say {cut.sizes[index]}")
-    return cut, cut.sizes[index]
+    if shard not in (-1, partition.sizes[index]):
+        raise LayoutError(
+            f"this rank's local shard has {shard} rows; shard sizes {list(partition.sizes)} say "
+            f"{partition.sizes[index]}"
+        )
+    return partition, partition.sizes[index]
 
 
-def _cut_of_sizes(sizes: Tensor, parts: list[int], extent: int, block: int, group_names: str) -> Tensor:
-    """Extent, key and this rank's block: [3], int64, on the CPU."""
-    cut, size = _checked_cut(sizes, range(len(parts)), parts, extent, block, group_names)
-    return torch.tensor([cut.extent, cut.key, size], device="cpu")
+def _partition_of_sizes(sizes: Tensor, parts: list[int], dim_size: int, shard: int, group_names: str) -> Tensor:
+    """Size, key and this rank's local shard: [3], int64, on the CPU."""
+    partition, size = _checked_partition(sizes, range(len(parts)), parts, dim_size, shard, group_names)
+    return torch.tensor([partition.size, partition.key, size], device="cpu")
 
 
-def _block_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
+def _shard_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
     ranks = compat.process_group(group_name).size()
-    blocks = GroupCut(sizes, key, grouping).blocks(total, ranks)
-    return torch.tensor([a for a, _ in transport.running_ends(blocks)], device="cpu")
+    shards = GroupPartition(sizes, key, grouping).shards(total, ranks)
+    return torch.tensor([a for a, _ in transport.running_ends(shards)], device="cpu")
 
 
 def _fake_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
@@ -288,18 +293,18 @@ def _peers(counts: Tensor, back: bool, group: ProcessGroup) -> tuple[list[int], 
 
 
 def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
-    group, inputs, block = compat.process_group(a.group_name), a.inputs, int(a.block)
+    group, inputs, shard = compat.process_group(a.group_name), a.inputs, int(a.shard)
     sent, received = _peers(a.counts, a.back, group)
     for x in inputs:
-        if x.shape[0] != sum(sent) or block != sum(received):
+        if x.shape[0] != sum(sent) or shard != sum(received):
             raise CollectiveError(
                 f"exchange_rows: rank {group.rank()} of the group has {x.shape[0]} rows (shape {tuple(x.shape)}) and "
-                f"is to get {block}; its route sends {sum(sent)} and brings {sum(received)}"
+                f"is to get {shard}; its route sends {sum(sent)} and brings {sum(received)}"
             )
     note_rows(group, inputs, a.counts, a.back)
-    outs = [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
+    outs = [x.new_empty([shard * math.prod(x.shape[1:])]) for x in inputs]
     if len(inputs) == 1:
-        target = outs[0].view([block, *inputs[0].shape[1:]])
+        target = outs[0].view([shard, *inputs[0].shape[1:]])
         call, works = _start(
             group, inputs, transport.rows_first(inputs[0], 0), sent, target, received, a.counts, a.back
         )
@@ -308,7 +313,7 @@ def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
     rows = [_bytes(transport.rows_first(x, 0)) for x in inputs]
     packed = torch.cat([r[a:b].reshape(-1) for a, b in transport.running_ends(sent) for r in rows])
     widths = [r.shape[1] for r in rows]
-    memory = scratch.borrow(block * sum(widths), packed)
+    memory = scratch.borrow(shard * sum(widths), packed)
     lengths = [[n * sum(widths) for n in peers] for peers in (sent, received)]
     call, works = _start(group, inputs, packed, lengths[0], memory, lengths[1], a.counts, a.back)
 
@@ -360,7 +365,7 @@ def _rows_from(counts: Tensor, group_name: str) -> Tensor:
 
 
 def _fake_exchange(a: ExchangeRows) -> list[Tensor]:
-    return [x.new_empty([a.block * math.prod(x.shape[1:])]) for x in a.inputs]
+    return [x.new_empty([a.shard * math.prod(x.shape[1:])]) for x in a.inputs]
 
 
 def _load(members: Sequence[Member], n: int) -> Load:
@@ -383,7 +388,7 @@ def _whole(a: ExchangeRows) -> object:
 
     A number would be that of this rank alone.
     """
-    rows = next((n for n in (a.inputs[0].shape[0], a.block) if not is_number(n)), _NOMINAL_ROWS)
+    rows = next((n for n in (a.inputs[0].shape[0], a.shard) if not is_number(n)), _NOMINAL_ROWS)
     width = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in a.inputs)
     return compat.process_group(a.group_name).size() * rows * width
 
@@ -393,7 +398,7 @@ def _exchange_adjoint(
 ) -> list[Tensor | None]:
     # Autograd has zeros for what has no gradient, such as the numbers of experts: nobody wants them back.
     wanted = [(i, g) for i, g in enumerate(grads) if g is not None and (g.is_floating_point() or g.is_complex())]
-    pairs = [(i, g.view([a.block, *shapes[i][1:]])) for i, g in wanted]
+    pairs = [(i, g.view([a.shard, *shapes[i][1:]])) for i, g in wanted]
     out: list[Tensor | None] = [None] * len(grads)
     returned = exchange_rows([g for _, g in pairs], a.counts, shapes[0][0], a.group_name, back=not a.back)
     for (i, _), grad in zip(pairs, returned, strict=True):
@@ -418,7 +423,7 @@ EXCHANGE_ROWS = Descriptor(
     _exchange_rows,
     fake=_fake_exchange,
     adjoint=_exchange_adjoint,
-    members=lambda a, n: [of_any_rows(x, a.block) for x in a.inputs],
+    members=lambda a, n: [of_any_rows(x, a.shard) for x in a.inputs],
     traffic=_traffic,
     whole=_whole,
     joins=Joins("exchange_rows", load=_load),
@@ -433,9 +438,9 @@ torch.library.register_fake(
     lambda counts, _: counts.new_empty([counts.shape[0], *counts.shape[2:]]),
     lib=_LIBRARY,
 )
-_LIBRARY.impl("block_starts", _block_starts, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::block_starts", _fake_starts, lib=_LIBRARY)
-_LIBRARY.impl("cut_of_sizes", _cut_of_sizes, "CompositeExplicitAutograd")
+_LIBRARY.impl("shard_starts", _shard_starts, "CompositeExplicitAutograd")
+torch.library.register_fake("shardcompile::shard_starts", _fake_starts, lib=_LIBRARY)
+_LIBRARY.impl("partition_of_sizes", _partition_of_sizes, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "shardcompile::cut_of_sizes", lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"), lib=_LIBRARY
+    "shardcompile::partition_of_sizes", lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"), lib=_LIBRARY
 )

@@ -14,11 +14,11 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.routes import exchange_rows
-from shardcompile.layout import IntLike
+from shardcompile.sharding import IntLike
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _LIBRARY.define(
-    "order_segments(Tensor parts, Tensor like, SymInt block, str group_name) -> (Tensor, Tensor)",
+    "order_segments(Tensor parts, Tensor like, SymInt shard, str group_name) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout],
 )
 
@@ -28,42 +28,42 @@ class SegmentOrder(NamedTuple):
 
     Attributes:
         counts: counts[s, d] rows go from rank s to rank d: [ranks, ranks], int64, on the CPU.
-        places: of each row in the order of the segments its place among those that arrive: [block], int64.
-        block: how many rows this rank has.
+        places: of each row in the order of the segments its place among those that arrive: [shard], int64.
+        shard: how many rows this rank has.
         group_name: the ranks.
     """
 
     counts: Tensor
     places: Tensor
-    block: IntLike
+    shard: IntLike
     group_name: str
 
     def ordered(self, rows: Tensor) -> Tensor:
-        """Rows in the order of each rank's segments, brought into that of all: [block, ...]. Differentiable."""
-        (arrived,) = exchange_rows([rows], self.counts, self.block, self.group_name)
+        """Rows in the order of each rank's segments, brought into that of all: [shard, ...]. Differentiable."""
+        (arrived,) = exchange_rows([rows], self.counts, self.shard, self.group_name)
         return arrived.index_select(0, self.places)
 
     def returned(self, rows: Tensor) -> Tensor:
         """The way back from `ordered`. Differentiable."""
         arrived = rows.new_empty(rows.shape).index_copy(0, self.places, rows)
-        return exchange_rows([arrived], self.counts, self.block, self.group_name, back=True)[0]
+        return exchange_rows([arrived], self.counts, self.shard, self.group_name, back=True)[0]
 
 
-def order_of_segments(parts: Tensor, like: Tensor, block: IntLike, group_name: str) -> SegmentOrder:
+def order_of_segments(parts: Tensor, like: Tensor, shard: IntLike, group_name: str) -> SegmentOrder:
     """The exchange for rows of these segments. Nothing is sent to know it.
 
     Args:
         parts: parts[r, s] rows of segment s are on rank r, its rows being in the order of the segments:
             [ranks, segments], int64, on the CPU, the same on every rank.
         like: a tensor on the device of the rows.
-        block: how many rows this rank has, ``parts[rank].sum()``.
+        shard: how many rows this rank has, ``parts[rank].sum()``.
         group_name: the ranks.
     """
-    counts, places = torch.ops.shardcompile.order_segments(parts, like, block, group_name)
-    return SegmentOrder(counts, places, block, group_name)
+    counts, places = torch.ops.shardcompile.order_segments(parts, like, shard, group_name)
+    return SegmentOrder(counts, places, shard, group_name)
 
 
-def _order_segments(parts: Tensor, like: Tensor, block: int, group_name: str) -> tuple[Tensor, Tensor]:
+def _order_segments(parts: Tensor, like: Tensor, shard: int, group_name: str) -> tuple[Tensor, Tensor]:
     ranks, segments = parts.shape
     ends = parts.t().reshape(-1).cumsum(0)  # of the parts in the order of the segments
     starts = ends - parts.t().reshape(-1)
@@ -79,13 +79,13 @@ def _order_segments(parts: Tensor, like: Tensor, block: int, group_name: str) ->
     begins = (arriving.cumsum(0) - arriving).view(ranks, segments).t().reshape(-1)
     lengths = mine.reshape(-1)
     shifts = begins - (lengths.cumsum(0) - lengths)
-    places = torch.arange(block, device="cpu") + torch.repeat_interleave(shifts, lengths, output_size=block)
+    places = torch.arange(shard, device="cpu") + torch.repeat_interleave(shifts, lengths, output_size=shard)
     return counts, places.to(like.device)
 
 
-def _fake_order(parts: Tensor, like: Tensor, block: IntLike, group_name: str) -> tuple[Tensor, Tensor]:
+def _fake_order(parts: Tensor, like: Tensor, shard: IntLike, group_name: str) -> tuple[Tensor, Tensor]:
     ranks = compat.process_group(group_name).size()
-    return parts.new_empty([ranks, ranks]), like.new_empty([block], dtype=torch.int64)
+    return parts.new_empty([ranks, ranks]), like.new_empty([shard], dtype=torch.int64)
 
 
 _LIBRARY.impl("order_segments", _order_segments, "CompositeExplicitAutograd")

@@ -15,69 +15,75 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import ordered_ints
-from shardcompile.collectives.derived_cuts import derive
+from shardcompile.collectives.derived_partitions import derive
 from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
-from shardcompile.collectives.routes import cut_of_sizes, exchange_rows, gather_counts
-from shardcompile.collectives.stretches import numbers_of_block
-from shardcompile.layout import CHUNK_KEY, Cut, GroupCut
+from shardcompile.collectives.routes import exchange_rows, gather_counts, partition_of_sizes
+from shardcompile.collectives.segment_exchange import numbers_of_shard
+from shardcompile.sharding import CHUNK_KEY, GroupPartition, Partition
 
 
-def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tuple[Tensor, Tensor, Cut]:
-    """The rows of a cut dim in stable order. Four collectives: samples and their numbers, how many go where, the rows.
+def sort_rows(
+    shard: Tensor, partition: Partition, mesh: DeviceMesh, descending: bool
+) -> tuple[Tensor, Tensor, Partition]:
+    """The rows of a sharded dim in stable order. Four collectives: samples and their numbers, how many go where, the
+    rows.
 
     Args:
-        block: this rank's: [n].
-        cut: of the dim, over one mesh dim; leading dims may have been flattened into it.
+        shard: this rank's: [n].
+        sharded: of the dim, over one mesh dim; leading dims may have been flattened into it.
         mesh: the mesh.
         descending: whether the largest comes first.
 
     Returns:
-        This rank's part of the sorted rows, the numbers that these had, and how the sorted rows are cut then: into
+        This rank's part of the sorted rows, the numbers that these had, and how the sorted rows are sharded then: into
         parts that are about equal.
     """
-    if block.dtype in ordered_ints.UNSIGNED:
-        rows, numbers, sorted_cut = sort_rows(ordered_ints.signed(block), cut, mesh, descending)
-        return ordered_ints.unsigned(rows, block.dtype), numbers, sorted_cut
-    (mesh_dim,) = cut.mesh_dims
+    if shard.dtype in ordered_ints.UNSIGNED:
+        rows, numbers, sorted_partition = sort_rows(ordered_ints.signed(shard), partition, mesh, descending)
+        return ordered_ints.unsigned(rows, shard.dtype), numbers, sorted_partition
+    (mesh_dim,) = partition.mesh_dims
     group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
-    rows, order = block.sort(stable=True, descending=descending)
-    numbers = numbers_of_block(cut, mesh, block.device).index_select(0, order)
+    rows, order = shard.sort(stable=True, descending=descending)
+    numbers = numbers_of_shard(partition, mesh, shard.device).index_select(0, order)
     if ranks == 1:
-        return rows, numbers, cut
+        return rows, numbers, partition
     values, heads = _splitters(rows, numbers, ranks, group_name, descending)
     behind = _comes_before(values, rows.unsqueeze(1), descending)
     same = ~behind & ~_comes_before(rows.unsqueeze(1), values, descending)
     target = (behind | (same & (heads <= numbers.unsqueeze(1)))).sum(1)  # rising, as the rows are in order
-    counts = torch.zeros([ranks], dtype=torch.int64, device=block.device)
+    counts = torch.zeros([ranks], dtype=torch.int64, device=shard.device)
     counts = gather_counts(counts.scatter_add(0, target, torch.ones_like(target)), group_name)
-    sorted_cut = cut_of_sizes(counts.sum(0), mesh, [mesh_dim], extent=cut.extent)
-    arriving = sorted_cut.local_size(compat.coordinate(mesh))
+    sorted_partition = partition_of_sizes(counts.sum(0), mesh, [mesh_dim], dim_size=partition.size)
+    arriving = sorted_partition.local_size(compat.coordinate(mesh))
     came, names = exchange_rows([rows, numbers], counts, arriving, group_name)
-    if not compat.is_one(cut.runs):  # otherwise equal ones come in the order of their ranks
+    if not compat.is_one(partition.runs):  # otherwise equal ones come in the order of their ranks
         came, names = (x.index_select(0, names.argsort()) for x in (came, names))
     found, order = came.sort(stable=True, descending=descending)
-    return found, names.index_select(0, order), sorted_cut
+    return found, names.index_select(0, order), sorted_partition
 
 
-def top_rows(block: Tensor, dim: int, count: int, cut: Cut, mesh: DeviceMesh, largest: bool) -> tuple[Tensor, Tensor]:
-    """The first rows of a cut dim in order, and their numbers, on all ranks. Two gathers, of `count` rows of each rank.
+def top_rows(
+    shard: Tensor, dim: int, count: int, partition: Partition, mesh: DeviceMesh, largest: bool
+) -> tuple[Tensor, Tensor]:
+    """The first rows of a sharded dim in order, and their numbers, on all ranks. Two gathers, of `count` rows of each
+    rank.
 
     Args:
-        block: this rank's.
-        dim: that is cut.
-        count: how many; at most the dim's extent.
-        cut: of the dim, over one mesh dim.
+        shard: this rank's.
+        dim: that is sharded.
+        count: how many; at most the dim's size.
+        sharded: of the dim, over one mesh dim.
         mesh: the mesh.
         largest: whether the largest comes first, or else the smallest.
 
     Returns:
         Of equal rows those with the lowest numbers.
     """
-    (mesh_dim,) = cut.mesh_dims
+    (mesh_dim,) = partition.mesh_dims
     group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
-    first: Any = derive("located", [cut], [], cut.extent, mesh)[1]
-    rows, order = block.sort(dim=dim, stable=True, descending=largest)
-    filling = [count if d == dim else n for d, n in enumerate(block.shape)]
+    first: Any = derive("located", [partition], [], partition.size, mesh)[1]
+    rows, order = shard.sort(dim=dim, stable=True, descending=largest)
+    filling = [count if d == dim else n for d, n in enumerate(shard.shape)]
     rows = torch.cat([rows, rows.new_zeros(filling)], dim).narrow(dim, 0, count)
     numbers = torch.cat([order + first, order.new_full(filling, -1)], dim).narrow(dim, 0, count)  # -1: of no row
     rows, numbers = (_all_of(x, dim, ranks, group_name) for x in (rows, numbers))
@@ -86,9 +92,9 @@ def top_rows(block: Tensor, dim: int, count: int, cut: Cut, mesh: DeviceMesh, la
 
 
 def _all_of(x: Tensor, dim: int, ranks: int, group_name: str) -> Tensor:
-    """The blocks of all ranks, which have one size."""
+    """The shards of all ranks, which have one size."""
     each = x.shape[dim]
-    even = GroupCut([each] * ranks, CHUNK_KEY, [])
+    even = GroupPartition([each] * ranks, CHUNK_KEY, [])
     return ALL_GATHER_V.start(AllGatherV(x, dim, ranks * each, even, group_name)).wait()
 
 

@@ -1,13 +1,13 @@
 """What the ranks put into a collective and get out of it, and what it moves: numbers, the same on every rank.
 
-A collective's cuts tell the bytes that move, and whether blocks may differ between ranks: they may if the sizes are
-known and not all equal. The block's own size is never asked, because it may happen to be equal to another's on some
+A collective's partitions tell the bytes that move, and whether shards may differ between ranks: they may if the sizes
+are known and not all equal. The shard's own size is never asked, because it may happen to be equal to another's on some
 ranks only.
 
 An even collective moves what a ring or pairwise exchange does, which is the least possible (Thakur, Rabenseifner,
-Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven blocks
-go one of two ways, see `shardcompile.collectives.transport`. Sent directly, a rank's block goes to each of the n-1
-others. Where every rank has its own link, the owner of the largest block decides, with (n-1) max(block). Where all
+Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven shards
+go one of two ways, see `shardcompile.collectives.transport`. Sent directly, a rank's local shard goes to each of the
+n-1 others. Where every rank has its own link, the owner of the largest shard decides, with (n-1) max(shard). Where all
 ranks share one link, the sum decides. Or ranks bring their rows to an even division first, by messages of their own,
 and these parts take the ring. Reduced rows go the other way. That takes one more launch.
 """
@@ -25,21 +25,21 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives.transport.balance import moved_to_even
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
+from shardcompile.sharding import CHUNK_KEY, GroupPartition, IntLike
 
 OUTER = "outer"
 """In place of a group's name: ranks differ, but along another mesh dim than that of the group at hand."""
 
 
 @dataclass(frozen=True)
-class GroupBlocks:
-    """The blocks that the ranks of a group put in, or get.
+class GroupShards:
+    """The shards that the ranks of a group put in, or get.
 
     Attributes:
         sizes: in group order; None if they are not known while compiling.
-        number: whether the graph has a number for the extent of this rank's block, not a symbol.
-        halo: rows that a block may have more than `sizes` says; fewer at the ends of the global extent.
-        nested: whether other groups along the same mesh dim have other blocks.
+        number: whether the graph has a number for the size of this rank's local shard, not a symbol.
+        halo: rows that a shard may have more than `sizes` says; fewer at the ends of the global size.
+        nested: whether other groups along the same mesh dim have other shards.
         assumed: what `sizes` are taken for where only a halo moves, so that they hardly matter.
     """
 
@@ -50,28 +50,28 @@ class GroupBlocks:
     assumed: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(cut: GroupCut, total: object, extent: object, ranks: int | None, halo: int = 0) -> GroupBlocks:
-        """The blocks of a cut.
+    def of(partition: GroupPartition, total: object, size: object, ranks: int | None, halo: int = 0) -> GroupShards:
+        """The shards of a partition.
 
         Args:
-            cut: with symbols where the compiler does not know it.
-            total: what is cut.
-            extent: of this rank's block.
+            sharded: with symbols where the compiler does not know it.
+            total: what is sharded.
+            size: of this rank's local shard.
             ranks: in the group; None if that is not known.
             halo: see above.
         """
-        nested = bool(cut.grouping) and not cut.sizes and is_number(cut.key)
-        return GroupBlocks(_known_sizes(cut, total, ranks), is_number(extent), halo, nested)
+        nested = bool(partition.grouping) and not partition.sizes and is_number(partition.key)
+        return GroupShards(_known_sizes(partition, total, ranks), is_number(size), halo, nested)
 
     @property
     def uneven(self) -> bool:
-        """Whether extents in the graph differ between ranks. The same on all of them."""
+        """Whether sizes in the graph differ between ranks. The same on all of them."""
         if self.sizes is None:
             return self.number  # symbols have hints that the ranks have in common
         return len(set(self.sizes)) > 1 or (self.halo > 0 and len(self.sizes) > 1)
 
     def labels(self, group_name: str) -> set[str]:
-        """The groups along which the extents may differ."""
+        """The groups along which the sizes may differ."""
         return ({group_name} if self.uneven else set()) | ({OUTER} if self.nested and self.number else set())
 
 
@@ -80,26 +80,26 @@ class Member:
     """One tensor of a collective, of which a bucket has several.
 
     Attributes:
-        put: the blocks put in; None if all ranks put in tensors of one shape.
-        get: the blocks got; None if all ranks get tensors of one shape.
-        nbytes: of the whole tensor, by hints; those of the payload for what has no cut.
-        arriving: bytes that each rank gets from others, and sends, if that does not follow from the blocks.
+        put: the shards put in; None if all ranks put in tensors of one shape.
+        get: the shards got; None if all ranks get tensors of one shape.
+        nbytes: of the whole tensor, by hints; those of the payload for what has no partition.
+        arriving: bytes that each rank gets from others, and sends, if that does not follow from the shards.
     """
 
-    put: GroupBlocks | None
-    get: GroupBlocks | None
+    put: GroupShards | None
+    get: GroupShards | None
     nbytes: int
     arriving: tuple[float, ...] | None = None
 
 
-def of_any_rows(payload: Tensor, block: object) -> Member:
+def of_any_rows(payload: Tensor, shard: object) -> Member:
     """Rows of which the data says where they go: what other ranks put in and get is not known while compiling.
 
     Args:
         payload: what this rank puts in.
-        block: how many rows it gets.
+        shard: how many rows it gets.
     """
-    put, get = GroupBlocks(None, is_number(payload.shape[0])), GroupBlocks(None, is_number(block))
+    put, get = GroupShards(None, is_number(payload.shape[0])), GroupShards(None, is_number(shard))
     return Member(put, get, nbytes_of(payload))
 
 
@@ -108,13 +108,13 @@ def is_number(size: object) -> bool:
     return isinstance(size, int)
 
 
-def _known_sizes(cut: GroupCut, total: Any, ranks: int | None) -> tuple[int, ...] | None:
-    if cut.sizes:
-        return tuple(cut.sizes) if all(map(is_number, cut.sizes)) else None
-    if ranks is None or not is_number(cut.key) or (cut.key == CHUNK_KEY and not is_number(total)):
+def _known_sizes(partition: GroupPartition, total: Any, ranks: int | None) -> tuple[int, ...] | None:
+    if partition.sizes:
+        return tuple(partition.sizes) if all(map(is_number, partition.sizes)) else None
+    if ranks is None or not is_number(partition.key) or (partition.key == CHUNK_KEY and not is_number(total)):
         return None
     try:
-        return cut.blocks(total, ranks)
+        return partition.shards(total, ranks)
     except (LookupError, ShardError):  # a key of another process
         return None
 
@@ -127,9 +127,9 @@ def nbytes_of(value: Tensor) -> int:
     return total
 
 
-def nbytes_with(value: Tensor, dim: int, extent: IntLike) -> int:
-    """Bytes of a tensor, had it this extent along a dim, by hints."""
-    total = value.dtype.itemsize * compat.size_hint(extent)
+def nbytes_with(value: Tensor, dim: int, dim_size: IntLike) -> int:
+    """Bytes of a tensor, had it this size along a dim, by hints."""
+    total = value.dtype.itemsize * compat.size_hint(dim_size)
     for d, size in enumerate(value.shape):
         total *= 1 if d == dim else compat.size_hint(size)
     return total
@@ -140,12 +140,12 @@ def size_of(value: Tensor) -> Any:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
-def size_with(value: Tensor, dim: int, extent: Any) -> object:
-    """Bytes of a tensor, had it this extent along a dim; may be symbolic."""
-    return math.prod((extent, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
+def size_with(value: Tensor, dim: int, size: Any) -> object:
+    """Bytes of a tensor, had it this size along a dim; may be symbolic."""
+    return math.prod((size, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
 
 
-def shares(side: GroupBlocks | None, ranks: int) -> list[float]:
+def shares(side: GroupShards | None, ranks: int) -> list[float]:
     """The part of a whole that each rank holds; equal parts where the sizes are not known while compiling."""
     if side is None or side.sizes is None or len(side.sizes) != ranks or not sum(side.sizes):
         return [1 / ranks] * ranks
@@ -156,23 +156,23 @@ def shares(side: GroupBlocks | None, ranks: int) -> list[float]:
 # What tensors are to the ranks, for more than one kind of collective.
 
 
-def gathered(x: Tensor, dim: int, total: IntLike, cut: GroupCut, ranks: int | None) -> Member:
-    """Blocks become whole."""
-    return Member(GroupBlocks.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
+def gathered(x: Tensor, dim: int, total: IntLike, partition: GroupPartition, ranks: int | None) -> Member:
+    """Shards become whole."""
+    return Member(GroupShards.of(partition, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
 
 
-def scattered(x: Tensor, dim: int, block: object, cut: GroupCut, ranks: int | None) -> Member:
-    """A whole becomes blocks."""
-    return Member(None, GroupBlocks.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
+def scattered(x: Tensor, dim: int, shard: object, partition: GroupPartition, ranks: int | None) -> Member:
+    """A whole becomes shards."""
+    return Member(None, GroupShards.of(partition, x.shape[dim], shard, ranks), nbytes_of(x))
 
 
 def turned(
-    x: Tensor, dims: Sequence[int], extents: Sequence[IntLike], cuts: Sequence[GroupCut], ranks: int | None
+    x: Tensor, dims: Sequence[int], sizes: Sequence[IntLike], partitions: Sequence[GroupPartition], ranks: int | None
 ) -> Member:
-    """Blocks of one dim become blocks of another."""
-    (src_dim, dst_dim), (total, block), (src, dst) = dims, extents, cuts
-    put = GroupBlocks.of(src, total, x.shape[src_dim], ranks)
-    get = GroupBlocks.of(dst, x.shape[dst_dim], block, ranks)
+    """Shards of one dim become shards of another."""
+    (src_dim, dst_dim), (total, shard), (src, dst) = dims, sizes, partitions
+    put = GroupShards.of(src, total, x.shape[src_dim], ranks)
+    get = GroupShards.of(dst, x.shape[dst_dim], shard, ranks)
     return Member(put, get, nbytes_with(x, src_dim, total))
 
 
@@ -199,34 +199,34 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Load:
-    """What each rank has of the tensors of a collective, in bytes: a row for blocks, two for an exchange.
+    """What each rank has of the tensors of a collective, in bytes: a row for shards, two for an exchange.
 
     Attributes:
-        nbytes: nbytes[row, rank]: of blocks the rank's own; of an exchange what it sends, and what it receives.
+        nbytes: nbytes[row, rank]: of shards the rank's own; of an exchange what it sends, and what it receives.
     """
 
     nbytes: np.ndarray
 
     @staticmethod
-    def of_blocks(members: Sequence[Member], n: int, times: int = 1) -> Load:
-        """The traffic of blocks that become whole, or of a whole that becomes blocks. A member without blocks counts as
+    def of_shards(members: Sequence[Member], n: int, times: int = 1) -> Load:
+        """The traffic of shards that become whole, or of a whole that becomes shards. A member without shards counts as
         divided evenly.
 
         Args:
             members: of a collective.
             n: ranks in the group.
-            times: how many of a member make the whole: `n` where a member is a block.
+            times: how many of a member make the whole: `n` where a member is a shard.
         """
         return Load(np.sum([np.array([shares(m.put or m.get, n)]) * (times * m.nbytes) for m in members], axis=0))
 
     @staticmethod
-    def of_even_blocks(members: Sequence[Member], n: int) -> Load:
-        """The traffic of blocks of one size. `nbytes` of a member are those of a block."""
-        return Load.of_blocks(members, n, n)
+    def of_even_shards(members: Sequence[Member], n: int) -> Load:
+        """The traffic of shards of one size. `nbytes` of a member are those of a shard."""
+        return Load.of_shards(members, n, n)
 
     @staticmethod
     def of_exchange(members: Sequence[Member], n: int) -> Load:
-        """The traffic of blocks of one dim that become blocks of another."""
+        """The traffic of shards of one dim that become shards of another."""
         return Load(np.array(sent_and_received(members, n)))
 
     @staticmethod
@@ -251,7 +251,7 @@ class Load:
 
 
 def sent_and_received(members: Sequence[Member], n: int) -> tuple[list[float], list[float]]:
-    """Bytes by rank where blocks are turned: rank p sends the part of its block that belongs to rank q's."""
+    """Bytes by rank where shards are turned: rank p sends the part of its shard that belongs to rank q's."""
     sent, received = [0.0] * n, [0.0] * n
     for m in members:
         for r, (put, get) in enumerate(zip(shares(m.put, n), shares(m.get, n), strict=True)):
@@ -283,9 +283,9 @@ def reduced_in_a_bucket(load: Load, passes: int) -> Traffic:
     return Traffic(passes * (n - 1) / n * whole, passes * (n - 1) * whole, 2 * whole)
 
 
-def blocks_to_all(members: Sequence[Member], n: int) -> Traffic:
-    """Each block goes to the n-1 others. The same backwards, and the sum of n terms, where ranks get blocks."""
-    held = Load.of_blocks(members, n).nbytes[0]
+def shards_to_all(members: Sequence[Member], n: int) -> Traffic:
+    """Each shard goes to the n-1 others. The same backwards, and the sum of n terms, where ranks get shards."""
+    held = Load.of_shards(members, n).nbytes[0]
     reduced = (n + 1) * float(held.max()) if members[0].get is not None else 0.0
     return _all_to_all_ranks(held, 0.0, reduced)
 
@@ -293,13 +293,13 @@ def blocks_to_all(members: Sequence[Member], n: int) -> Traffic:
 def _all_to_all_ranks(
     held: np.ndarray, packed: float, unpacked: float, around_a_ring: tuple[float, float] = (0.0, 0.0)
 ) -> Traffic:
-    """The traffic where all ranks get, or reduce, all blocks.
+    """The traffic where all ranks get, or reduce, all shards.
 
     Args:
-        held: bytes of each rank's block.
-        packed: see `Traffic`, where blocks are sent.
+        held: bytes of each rank's local shard.
+        packed: see `Traffic`, where shards are sent.
         unpacked: the same.
-        around_a_ring: these two, where a ring moves an even division of the blocks.
+        around_a_ring: these two, where a ring moves an even division of the shards.
     """
     n, whole, largest = len(held), float(held.sum()), float(held.max())
     even = largest * n <= whole * (1 + 1e-9)  # sums of floats
@@ -309,7 +309,7 @@ def _all_to_all_ranks(
 
 
 def even_gather(members: Sequence[Member], n: int) -> Traffic:
-    """Equal blocks: `nbytes` are those of one block."""
+    """Equal shards: `nbytes` are those of one shard."""
     whole = n * sum(m.nbytes for m in members)
     return Traffic((n - 1) / n * whole, (n - 1) * whole)
 

@@ -74,7 +74,7 @@ from shardcompile.compat.sizes import (
 )
 from shardcompile.compat.symbols import (
     from_first_symbols,
-    global_extents,
+    global_sizes,
     inputs_noted,
     keep_first_proxies,
     keep_own_node,
@@ -160,7 +160,7 @@ __all__ = [
     "from_first_symbols",
     "functional_variant",
     "give_storage",
-    "global_extents",
+    "global_sizes",
     "group_name_of",
     "guard_or_false",
     "has_guarded_address",

@@ -28,8 +28,8 @@ def trace_size_obliviously() -> None:
             # Torch keeps what ops give on fake tensors. With sizes that are symbols, it takes longer to make and read
             # these entries than to run the ops' fake kernels.
             context.fake_mode.cache_enabled = False  # 2.11 - 2.15
-        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. For an `item` in
-        # the user's code it consults another switch.
+        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived partition. For an
+        # `item` in the user's code it consults another switch.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
     keep_ranks_alike()
     if _symbolic_shapes_config.backed_size_oblivious:
@@ -37,7 +37,7 @@ def trace_size_obliviously() -> None:
     _symbolic_shapes_config.backed_size_oblivious = True
     stack = _COMPILATION[0]
     stack.callback(setattr, _symbolic_shapes_config, "backed_size_oblivious", False)
-    # Dynamo may trace again. It then makes symbols for uncut tensors before it meets a cut one.
+    # Dynamo may trace again. It then makes symbols for unsharded tensors before it meets a partition one.
     replace(stack, ShapeEnv, "__init__", _with_patches)
     put_in(OF_A_COMPILATION, stack)
 
@@ -59,8 +59,8 @@ def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
 def keep_ranks_alike() -> None:
     """Have the running compilation decide on collectives by the program, not by this rank's numbers.
 
-    Every graph with sharded tensors needs this. The blocks of parameters, and of a tensor that the program cuts, have
-    known sizes, which differ from rank to rank.
+    Every graph with sharded tensors needs this. The shards of parameters, and of a tensor that the program partitions,
+    have known sizes, which differ from rank to rank.
     """
     if _COMPILATION:
         return

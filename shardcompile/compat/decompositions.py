@@ -1,4 +1,4 @@
-"""Replacements for decompositions of torch that ask for the sizes of blocks. `patches` gives the reasons."""
+"""Replacements for decompositions of torch that ask for the shard sizes. `patches` gives the reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
 
     aten = torch.ops.aten
     changed = {
-        aten.cat.default: _unless_of_blocks,
+        aten.cat.default: _unless_of_shards,
         aten.bmm.default: _unless_column_by_row,
         aten.add.Tensor: _unless_a_run_gives_sizes,
     }
@@ -32,12 +32,12 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
             table[op] = by(table[op])
 
 
-def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
+def _unless_of_shards(cat: Callable[..., object]) -> Callable[..., object]:
     """No decomposition of a join: it drops tensors without rows, and expands a tensor that is joined with itself."""
 
     def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> object:
-        blocks = len(tensors) > 1 and len({x.ndim for x in tensors}) == 1
-        return NotImplemented if blocks else cat(tensors, dim)
+        shards = len(tensors) > 1 and len({x.ndim for x in tensors}) == 1
+        return NotImplemented if shards else cat(tensors, dim)
 
     return joined
 

@@ -15,7 +15,7 @@ from torch._dynamo.types import (
     FrameExecStrategy,  # 2.11 - 2.15
 )
 
-from shardcompile.compat.block_symbols import GAPS, Gaps
+from shardcompile.compat.shard_symbols import GAPS, Gaps
 
 
 def name_backend(name: str, function: str) -> None:
@@ -35,8 +35,8 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: 
 
     Args:
         x: an input of the compiled function.
-        hints: for each dim the number by which the compiler decides; None for the present extent.
-        gaps: the gaps of a block along a cut dim.
+        hints: for each dim the number by which the compiler decides; None for the present size.
+        gaps: the gaps of a shard along a sharded dim.
     """
     marked: set[int] = getattr(x, "_dynamo_weak_dynamic_indices", set())  # a user's; graphs are guarded by all marks
     x._dynamo_weak_dynamic_indices = marked | set(hints)  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ def _by_hint(can_fuse: Callable[..., bool]) -> classmethod[Any, Any, bool]:
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def holds(condition: sympy.Basic, *args: object, **kwargs: object) -> bool:
-        # 64 is as good a guess as any for the size of a block: fusing pays from thousands of rows on.
+        # 64 is as good a guess as any for the size of a shard: fusing pays from thousands of rows on.
         hints = {s: V.graph.sizevars.optimization_hint(s, fallback=64) for s in condition.free_symbols}
         return bool(condition.xreplace({s: sympy.Integer(h) for s, h in hints.items()}))
 
@@ -67,7 +67,7 @@ def _by_hint(can_fuse: Callable[..., bool]) -> classmethod[Any, Any, bool]:
     return classmethod(asked)
 
 
-def extents_over_two_dims(stack: contextlib.ExitStack) -> None:
+def sizes_over_two_dims(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.codegen.simd import SIMDKernel  # 2.11 - 2.15
 
@@ -75,7 +75,7 @@ def extents_over_two_dims(stack: contextlib.ExitStack) -> None:
 
 
 def _by_divisors(split: Callable[..., object]) -> staticmethod[..., object]:
-    """Have an extent go over a dim of the kernel and the next one where it is a multiple of the first, of any size."""
+    """Have an size go over a dim of the kernel and the next one where it is a multiple of the first, of any size."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
@@ -84,10 +84,10 @@ def _by_divisors(split: Callable[..., object]) -> staticmethod[..., object]:
         sizes = V.graph.sizevars
         greater, is_multiple = sizes.statically_known_gt, sizes.statically_known_multiple_of
 
-        def reaches_beyond(extent: sympy.Expr, room: sympy.Expr) -> bool:
-            if greater(extent, room):
+        def reaches_beyond(size: sympy.Expr, room: sympy.Expr) -> bool:
+            if greater(size, room):
                 return True
-            return bool(room != 1 and is_multiple(extent, room) and not is_multiple(room, extent))
+            return bool(room != 1 and is_multiple(size, room) and not is_multiple(room, size))
 
         with mock.patch.object(sizes, "statically_known_gt", reaches_beyond):
             return split(*args, **kwargs)
@@ -108,31 +108,31 @@ GRIDS_OF_NO_ROWS = Patch(
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate",
     "The launch of a kernel with a grid of two dims divides by the number of rows: ZeroDivisionError on a rank without "
     "rows.",
-    "Mended in 2.13. ceildiv(y_grid_raw_, y_grid_div_) with ynumel = 0, which an unbacked or a size-oblivious extent "
+    "Mended in 2.13. ceildiv(y_grid_raw_, y_grid_div_) with ynumel = 0, which an unbacked or a size-oblivious size "
     "may be.",
     "2.11 - 2.12",
     grids_of_no_rows,
 )
 """Put in for good when a trace meets a collective of ours: cached code, too, computes its grids when it is loaded."""
 
-EXTENTS_OVER_TWO_DIMS = Patch(
-    "extents_over_two_dims",
+SIZES_OVER_TWO_DIMS = Patch(
+    "sizes_over_two_dims",
     "torch._inductor.codegen.simd.SIMDKernel._split_iteration_ranges",
     "For GPUs, Inductor fuses a reduction of 5 rows of s2 numbers with what is done to all 5*s2 of them, and does not "
     "see that 5*s2 goes over both dims of the kernel where s2 may be 0 or 1: 'CantSplit: 5 not divisible by 5*s2'.",
     "_split_iteration_ranges asks statically_known_gt(5*s2, 5), which is False if s2 may be 1. It takes care of 64*u0 "
     "and u0 alone. That 5 divides 5*s2, and 5*s2 does not divide 5, would do.",
     "2.11 - 2.15",
-    extents_over_two_dims,
+    sizes_over_two_dims,
 )
 
 NO_PADDING_BY_TIME = Patch(
     "no_padding_by_time",
     "torch._inductor.fx_passes.pad_mm.can_pad",
     "For GPUs, Inductor pads the operands of matrix products before our passes see the graph. It decides by the rows "
-    "of a block, with a guard that holds on some ranks only, and by times that each rank measures for itself. Ranks "
+    "of a shard, with a guard that holds on some ranks only, and by times that each rank measures for itself. Ranks "
     "would have different graphs, and other orders of collectives.",
-    "pad_mm.is_mm_compute_bound compares symbolic extents, and should_pad_bench takes times, in the joint graph.",
+    "pad_mm.is_mm_compute_bound compares symbolic sizes, and should_pad_bench takes times, in the joint graph.",
     "2.11 - 2.15",
     no_padding_by_time,
 )

@@ -20,8 +20,8 @@ def control_flow_ops() -> list[object]:
     return [higher_order.cond, map_impl, scan_op, higher_order.while_loop]
 
 
-def use_block_storages(sharded: type[torch.Tensor]) -> None:
-    """Have Dynamo look at the block of a sharded tensor when it checks that the arguments of a loop share no memory.
+def use_shard_storages(sharded: type[torch.Tensor]) -> None:
+    """Have Dynamo look at the shard of a sharded tensor when it checks that the arguments of a loop share no memory.
 
     Dynamo checks before it calls the op, and raises for every tensor subclass that wraps tensors.
     """
@@ -30,11 +30,11 @@ def use_block_storages(sharded: type[torch.Tensor]) -> None:
         return
 
     @functools.wraps(storages_of)
-    def of_block(x: torch.Tensor) -> object:
-        block: torch.Tensor = x._local_tensor if isinstance(x, sharded) else x  # type: ignore[attr-defined]
-        return storages_of(block)
+    def of_shard(x: torch.Tensor) -> object:
+        shard: torch.Tensor = x._local_tensor if isinstance(x, sharded) else x  # type: ignore[attr-defined]
+        return storages_of(shard)
 
-    _traced.get_tensor_storages = of_block  # type: ignore[assignment]
+    _traced.get_tensor_storages = of_shard  # type: ignore[assignment]
 
 
 def run_regions_in_line(sharded: type) -> None:

@@ -45,7 +45,7 @@ STRIDES_BY_TERMS = Patch(
     "strides_by_terms",
     "torch._inductor.codegen.cpp.stride_at_vec_range",
     "To choose what it vectorizes, Inductor's C++ code generation asks how far an index moves with a loop's variable. "
-    "It simplifies the whole index for each answer. Where extents are symbols, as those of blocks are, that took a "
+    "It simplifies the whole index for each answer. Where sizes are symbols, as those of shards are, that took a "
     "quarter of the time in which a transformer is compiled.",
     "https://github.com/pytorch/pytorch/issues/133734, https://github.com/pytorch/pytorch/pull/186319 (open): "
     "stride_at and simplify_index_in_vec_range call sympy.simplify on sums of products. The stride of a sum is the sum "

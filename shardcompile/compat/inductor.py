@@ -53,7 +53,7 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
         return torch.utils._pytree.tree_map(ir.TensorBox.create, create(op, *args))
 
     # The lowering states no constraint on strides. To require those of the trace, Inductor would compare symbolic
-    # strides, and so specialise on the size of this rank's block.
+    # strides, and so specialise on the size of this rank's local shard.
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 

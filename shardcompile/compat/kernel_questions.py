@@ -1,4 +1,4 @@
-"""Answers to what torch's kernels ask about the sizes of blocks in a trace. `patches` gives the reasons."""
+"""Answers to what torch's kernels ask about the shard sizes in a trace. `patches` gives the reasons."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.utils._sympy.functions import Max  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile import errors
-from shardcompile.compat.block_symbols import describes_block, describes_plain_value
 from shardcompile.compat.patch import replace, replace_entry
+from shardcompile.compat.shard_symbols import describes_plain_value, describes_shard
 from shardcompile.compat.sizes import IntLike, statically_known_true
 from shardcompile.compat.tracing import UNKNOWN_SIZE
 
@@ -49,7 +49,7 @@ def ones_in_kernels_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def _asking_hints(decide: Decide) -> Decide:
-    """Answer C++ kernels that ask whether a block has 0 or 1 rows by hints, which all ranks share.
+    """Answer C++ kernels that ask whether a shard has 0 or 1 rows by hints, which all ranks share.
 
     Where only a run gives the number of rows, kernels and torch's formulas in Python get the answer for many rows.
     """
@@ -89,7 +89,7 @@ def _guard_several(node: SymNode) -> bool:
     env, guarded = _shape_env(node), False
     for symbol in () if node.is_constant() else node.expr.free_symbols:
         known = env.backed_var_to_val.get(symbol)  # 2.12 - 2.15
-        if known is None or known < 2 or env.bound_sympy(symbol).lower >= 2 or _is_of_block(node, symbol):
+        if known is None or known < 2 or env.bound_sympy(symbol).lower >= 2 or _is_of_shard(node, symbol):
             continue
         guarded = env.evaluate_expr(sympy.Ge(symbol, 2)) is sympy.true or guarded
     return guarded
@@ -111,10 +111,10 @@ def _shape_env(node: SymNode) -> ShapeEnv:
 
 
 def _beside_few_rows(node: SymNode) -> sympy.Expr | None:
-    """If a condition asks whether a count of a block's elements is 0 or 1: the count's factors that all ranks share.
+    """If a condition asks whether a count of a shard's elements is 0 or 1: the count's factors that all ranks share.
 
     If these are 0, so is the count. Where the condition asks for 1, they do not matter, and 1 stands for them: by its
-    hint, a block has more than one row. A comparison of strides asks for 1, too: 3 * n == 3. None for other conditions.
+    hint, a shard has more than one row. A comparison of strides asks for 1, too: 3 * n == 3. None for other conditions.
     """
     question = None if node.is_constant() else node.expr
     if not isinstance(question, (sympy.Eq, sympy.Ne)):
@@ -127,7 +127,7 @@ def _beside_few_rows(node: SymNode) -> sympy.Expr | None:
         if sympy.S.One not in parts:
             return None
         count = parts[0] * parts[1]
-    factors = {f: {_is_of_block(node, symbol) for symbol in f.free_symbols} for f in sympy.Mul.make_args(count)}
+    factors = {f: {_is_of_shard(node, symbol) for symbol in f.free_symbols} for f in sympy.Mul.make_args(count)}
     kinds = list(factors.values())
     if {True} not in kinds or {True, False} in kinds:
         return None
@@ -159,25 +159,25 @@ def _whether_few_late_rows(node: SymNode) -> bool:
 
 def _for_many_rows(node: SymNode) -> bool:
     """Decides a condition for many rows of all shards; a guard decides what remains of global sizes."""
-    differing = [s for s in node.expr.free_symbols if symbol_is_type(s, SymT.UNBACKED_INT) or _is_of_block(node, s)]
+    differing = [s for s in node.expr.free_symbols if symbol_is_type(s, SymT.UNBACKED_INT) or _is_of_shard(node, s)]
     rest = node.expr.xreplace(dict.fromkeys(differing, _MANY))
     return bool(_shape_env(node).evaluate_expr(rest) if rest.free_symbols else rest)  # 2.11 - 2.15
 
 
-def _is_of_block(node: SymNode, symbol: sympy.Symbol) -> bool:
-    return describes_block(_shape_env(node).var_to_sources.get(symbol, [None])[0])  # 2.11 - 2.15
+def _is_of_shard(node: SymNode, symbol: sympy.Symbol) -> bool:
+    return describes_shard(_shape_env(node).var_to_sources.get(symbol, [None])[0])  # 2.11 - 2.15
 
 
-def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:
-    replace(stack, symbolic_shapes, "_guard_or", _guarding_plain_extents)  # 2.11 - 2.15
+def plain_sizes_are_guarded(stack: contextlib.ExitStack) -> None:
+    replace(stack, symbolic_shapes, "_guard_or", _guarding_plain_sizes)  # 2.11 - 2.15
     if hasattr(subclass_utils, "_safe_metadata_eq"):  # 2.15
-        replace(stack, subclass_utils, "_safe_metadata_eq", _equal_for_all_extents)
+        replace(stack, subclass_utils, "_safe_metadata_eq", _equal_for_all_sizes)
 
 
-def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
-    """Have AOTAutograd treat sizes of a block and of the whole tensor as equal only if they are so for all extents.
+def _equal_for_all_sizes(_: Callable[..., bool]) -> Callable[..., object]:
+    """Have AOTAutograd treat sizes of a shard and of the whole tensor as equal only if they are so for all sizes.
 
-    AOTAutograd counts the results of a graph by the answer. If the sizes are equal for the extents of this call alone,
+    AOTAutograd counts the results of a graph by the answer. If the sizes are equal for the sizes of this call alone,
     it would expect more or fewer results than the graph returns.
     """
 
@@ -187,8 +187,8 @@ def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
     return equal
 
 
-def _guarding_plain_extents(decide: Callable[[object, bool], bool]) -> Callable[[object, bool], bool]:
-    """Guard the extents of plain tensors, which all ranks share, as torch does without the switch."""
+def _guarding_plain_sizes(decide: Callable[[object, bool], bool]) -> Callable[[object, bool], bool]:
+    """Guard the sizes of plain tensors, which all ranks share, as torch does without the switch."""
 
     def decided(question: object, default: bool) -> bool:
         if isinstance(question, torch.SymBool) and _is_of_plain_tensors(question.node):
@@ -199,15 +199,15 @@ def _guarding_plain_extents(decide: Callable[[object, bool], bool]) -> Callable[
 
 
 def _is_of_plain_tensors(node: SymNode) -> bool:
-    """Whether a condition is about extents that all ranks share, of which a plain tensor has one.
+    """Whether a condition is about sizes that all ranks share, of which a plain tensor has one.
 
-    Where sharded tensors alone have them, one graph serves an extent of 1, too. A difference of maxima, as that of one
-    row that is cut off a dim, may always be 1, which no formula tells.
+    Where sharded tensors alone have them, one graph serves an size of 1, too. A difference of maxima, as that of one
+    row that is sharded off a dim, may always be 1, which no formula tells.
     """
     if node.is_constant() or not node.has_hint():
         return False
     symbols = node.expr.free_symbols
-    if any(_is_of_block(node, symbol) for symbol in symbols):
+    if any(_is_of_shard(node, symbol) for symbol in symbols):
         return False
     if node.expr.has(Max):
         return True
@@ -237,24 +237,24 @@ def _leaving_sizes_to_kernels(expect: Decide) -> Decide:
 
 def sizes_stay_symbols(stack: contextlib.ExitStack) -> None:
     handlers = fake_tensor._DISPATCH_META_HANDLERS  # 2.11 - 2.15
-    replace_entry(stack, handlers, torch.ops.aten.size.default, _not_of_blocks)
+    replace_entry(stack, handlers, torch.ops.aten.size.default, _not_of_shards)
     replace(stack, SymNode, "guard_int", _not_for_kernels)  # 2.11 - 2.15
 
 
-def _not_of_blocks(sizes_of: Callable[..., object]) -> Callable[..., object]:
-    """Refuse to give the sizes of a block as numbers if nothing guards these numbers."""
+def _not_of_shards(sizes_of: Callable[..., object]) -> Callable[..., object]:
+    """Refuse to give the sizes of a shard as numbers if nothing guards these numbers."""
 
     def sizes(args: Sequence[Tensor]) -> object:
-        for extent in args[0].shape:
-            if isinstance(extent, torch.SymInt):
-                _refuse_a_number(extent.node)
+        for size in args[0].shape:
+            if isinstance(size, torch.SymInt):
+                _refuse_a_number(size.node)
         return sizes_of(args)
 
     return sizes
 
 
 def _not_for_kernels(number_of: Callable[[SymNode, str, int], int]) -> Callable[[SymNode, str, int], int]:
-    """The same as `_not_of_blocks` for torch 2.15, whose kernels ask for one size at a time."""
+    """The same as `_not_of_shards` for torch 2.15, whose kernels ask for one size at a time."""
 
     def number(node: SymNode, file: str, line: int) -> int:
         if file.endswith(_SIZES_IN_CPP):
@@ -264,13 +264,13 @@ def _not_for_kernels(number_of: Callable[[SymNode, str, int], int]) -> Callable[
     return number
 
 
-def _refuse_a_number(extent: SymNode) -> None:
-    """Raise if torch would take a hint for the extent of a block, with no guard."""
-    if not ShapeEnv._suppress_guards_tls() or extent.is_constant():  # 2.11 - 2.15
+def _refuse_a_number(size: SymNode) -> None:
+    """Raise if torch would take a hint for the size of a shard, with no guard."""
+    if not ShapeEnv._suppress_guards_tls() or size.is_constant():  # 2.11 - 2.15
         return
-    if any(_is_of_block(extent, symbol) for symbol in extent.expr.free_symbols):
+    if any(_is_of_shard(size, symbol) for symbol in size.expr.free_symbols):
         raise errors.UnsupportedOpError(
-            f"a torch kernel asks for an extent of a block, {extent.expr}, as a number, but other ranks have other "
+            f"a torch kernel asks for an size of a shard, {size.expr}, as a number, but other ranks have other "
             "numbers. In a compiled function, a write through windows (`unfold`) does so. Write to the tensor itself, "
             "by slices or by an index, or write outside the compiled function"
         )

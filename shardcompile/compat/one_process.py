@@ -201,7 +201,7 @@ _ONLY_TELL = (
     "torch._dynamo.repro",
     "torch._inductor",
     "torch._functorch",
-    "shardcompile.reports",
+    "shardcompile.inspect",
 )
 """Modules that read the rank only to write it into a log or into a file name."""
 

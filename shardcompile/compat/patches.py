@@ -1,6 +1,6 @@
 """The patches of torch that hold during a compilation, each with its reason and its versions.
 
-A block may be empty or have one row, on any rank in any call. So a trace must not compare a block's size with 0, 1 or
+A shard may be empty or have one row, on any rank in any call. So a trace must not compare a shard's size with 0, 1 or
 another size. The answer would become a guard that holds on some ranks only, and the other ranks would compile again,
 alone. Torch has a switch for that, `backed_size_oblivious`, but not all of its code obeys the switch. Most of these
 patches change the code that does not.
@@ -14,16 +14,15 @@ the test fails, and the patch can go.
 
 from __future__ import annotations
 
-from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
-from shardcompile.compat.gpu_kernels import EXTENTS_OVER_TWO_DIMS, MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
+from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME, SIZES_OVER_TWO_DIMS
 from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
-    plain_extents_are_guarded,
+    plain_sizes_are_guarded,
     sizes_stay_symbols,
     storage_of_no_rows,
 )
@@ -56,6 +55,7 @@ from shardcompile.compat.scheduling import (
     parts_own_no_memory,
     reads_after_writes,
 )
+from shardcompile.compat.shard_symbols import name_symbols_of_shards
 from shardcompile.compat.slices import PARTS_TO_THE_END, SLICES_BY_FORMULA
 from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
@@ -121,7 +121,7 @@ OF_RANKS_ALIKE = (
         "collectives_stay",
         "torch._functorch.partitioners.force_save_collectives, _extract_fwd_bwd_modules",
         "The partitioner may move a collective of the backward pass that depends on no gradient to the forward graph. "
-        "It decides by the sizes of saved tensors, so ranks that know their blocks as numbers decide differently. "
+        "It decides by the sizes of saved tensors, so ranks that know their shards as numbers decide differently. "
         "Also, if the payload depends on no input, it repeats a collective of the forward pass in the backward graph, "
         "where nothing reads it. That happens on ranks that hold the zeros of a partial sum.",
         "https://github.com/pytorch/pytorch/issues/146693 (what is moved from backward to forward); collectives are "
@@ -170,7 +170,7 @@ OF_RANKS_ALIKE = (
     ),
     PARTS_STAY_APART,
     ONE_WAIT_EACH,
-    EXTENTS_OVER_TWO_DIMS,
+    SIZES_OVER_TWO_DIMS,
     MIXED_REDUCTIONS_BY_HINT,
     NO_PADDING_BY_TIME,
     Patch(
@@ -199,7 +199,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "buffers_vary",
         "torch._dynamo.variables.builder.tensor_always_has_static_shape",
-        "Dynamo traces the buffers of modules with numbers for sizes. Inputs that are cut alike have symbols, so a "
+        "Dynamo traces the buffers of modules with numbers for sizes. Inputs that are identically sharded have "
+        "symbols, so a "
         "sharded buffer would not fit them.",
         "force_parameter_static_shapes also holds for tensor subclasses whose inner tensors are marked as dynamic: it "
         "ignores the marks on a buffer's inner tensors.",
@@ -213,7 +214,7 @@ OF_A_COMPILATION = (
     Patch(
         "ones_in_kernels_by_hint",
         "torch.fx.experimental.sym_node.SymNode.guard_bool",
-        "C++ kernels ask whether a block has one row, to find out whether it is contiguous. The answer becomes a guard "
+        "C++ kernels ask whether a shard has one row, to find out whether it is contiguous. The answer becomes a guard "
         "that some ranks fail. A branch of the program on an unbacked size and a global one has no answer with the "
         "switch, which lets a global size be 0: it gets a guard that the global size is at least 2.",
         "Comparisons of SymInts with 0 and 1 in C++ (SymInt::operator==) guard with backed_size_oblivious too, which "
@@ -222,29 +223,29 @@ OF_A_COMPILATION = (
         ones_in_kernels_by_hint,
     ),
     Patch(
-        "plain_extents_are_guarded",
+        "plain_sizes_are_guarded",
         "torch.fx.experimental.symbolic_shapes._guard_or",
-        "The switch holds for all extents, although those of plain tensors are the same on all ranks. "
+        "The switch holds for all sizes, although those of plain tensors are the same on all ranks. "
         "With the switch a slice of a plain tensor has an unknown number of rows, and later ops fail.",
         "backed_size_oblivious could be a property of symbols. With it, x.chunk(2)[-1] of a dynamic x has an unbacked "
-        "extent, and unbind() of that keeps the dim.",
+        "size, and unbind() of that keeps the dim.",
         "2.11 - 2.15",
-        plain_extents_are_guarded,
+        plain_sizes_are_guarded,
     ),
     Patch(
         "sizes_stay_symbols",
         "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS[aten.size.default]; SymNode.guard_int",
         "A C++ kernel that takes sizes as numbers gets hints if guards are suppressed. Then the graph is wrong for "
-        "every block. The patch raises an error.",
+        "every shard. The patch raises an error.",
         "The inverse of unfold in functionalization takes base.sizes(), although unfold_backward takes SymInt[]: a "
-        "write through windows specialises on the extents of the tensor.",
+        "write through windows specialises on the sizes of the tensor.",
         "2.11 - 2.15",
         sizes_stay_symbols,
     ),
     Patch(
         "storage_of_no_rows",
         "torch.fx.experimental.sym_node.SymNode.expect_true",
-        "Torch computes the length of a storage from the strides of its tensor. For a block that turns out empty the "
+        "Torch computes the length of a storage from the strides of its tensor. For a shard that turns out empty the "
         "length is negative, and a check in the graph fails on that rank.",
         "clone_preserve_strides (in Python, and in C++ from 2.15 on) makes a tensor as long as a storage of unbacked "
         "sizes. It computes the length as if there were elements, and asserts size >= 0 at run time: it should clamp "
@@ -257,7 +258,7 @@ OF_A_COMPILATION = (
         "torch._inductor.graph.GraphLowering.run_node",
         "Inductor may store a saved tensor with its dims in another order than the graph says. It tells the backward "
         "graph, but not of strides that are known at run time only. Views by strides are not told either: they read "
-        "joined blocks in another order, without a word.",
+        "joined shards in another order, without a word.",
         "GraphLowering.run_node requires strides of outputs and of inputs of as_strided, and compile_fx reports them, "
         "only without unbacked symbols: assert_size_stride of the backward pass fails (size 7==7, stride 1==2).",
         "2.11 - 2.14",
@@ -267,7 +268,7 @@ OF_A_COMPILATION = (
         "copies_by_hint",
         "torch._subclasses.fake_impls.run_and_return_new_tensor_of_input_device",
         "A write to a part of a tensor makes a copy that keeps the strides of the part. Torch's fake kernel asks "
-        "whether the part is dense. A rank whose block has one column gets another answer than its neighbours.",
+        "whether the part is dense. A rank whose shard has one column gets another answer than its neighbours.",
         "The fake kernel of aten.copy guards on the sizes of what it copies (is it dense?), and gives the result the "
         "same strides either way.",
         "2.11 - 2.15",
@@ -277,7 +278,7 @@ OF_A_COMPILATION = (
         "overlaps_of_sizes",
         "torch._inductor.fx_passes.reinplace.compute_overlapping_tensors",
         "Inductor writes into a tensor in place if no view that is read later overlaps it. It asks whether views of a "
-        "block have rows, with a guard that an empty block fails, so that ranks compile alone.",
+        "shard have rows, with a guard that an empty shard fails, so that ranks compile alone.",
         "reinplace guards on the sizes of views of one storage; it could assume an overlap if a size is unknown, as it "
         "does for sizes that depend on data.",
         "2.11 - 2.15",
@@ -286,7 +287,7 @@ OF_A_COMPILATION = (
     Patch(
         "views_by_stride",
         "torch._subclasses.fake_impls._compute_stride",
-        "When Inductor lowers a view it compares strides, and so asks for the size of a block.",
+        "When Inductor lowers a view it compares strides, and so asks for the size of a shard.",
         "Inductor's view lowering computes strides with guards although backed_size_oblivious is on: pass "
         "size_oblivious=True to _compute_stride from GraphLowering, as the fake kernels do.",
         "2.11 - 2.14",
@@ -295,7 +296,7 @@ OF_A_COMPILATION = (
     Patch(
         "overlap_by_hint",
         "torch._debug_has_internal_overlap",
-        "Inductor copies a block when it lowers `select`. The copy checks whether the block overlaps itself, and so "
+        "Inductor copies a shard when it lowers `select`. The copy checks whether the shard overlaps itself, and so "
         "compares sizes with 1. The check can only raise.",
         "_debug_has_internal_overlap guards on backed symbols when called on fake tensors; it should answer by hints, "
         "since it is a check that can only raise.",
@@ -316,7 +317,7 @@ OF_A_COMPILATION = (
         "channels_last_by_hint",
         "torch._prims_common.are_strides_like_channels_last_or_false",
         "Torch asks whether a result of four dims is stored with the channels last. The last comparison of strides "
-        "leaves a guard, which a block of one row fails.",
+        "leaves a guard, which a shard of one row fails.",
         "are_strides_like_channels_last_or_false compares `min == strides[1]` with a guard, between comparisons that "
         "leave none: guard_or_true would do.",
         "2.11 - 2.13",
@@ -346,7 +347,7 @@ OF_A_COMPILATION = (
     Patch(
         "fill_order_by_hint",
         "torch._inductor.ir.get_fill_order",
-        "Inductor sorts strides by comparing them, and leaves guards that a block of one row fails.",
+        "Inductor sorts strides by comparing them, and leaves guards that a shard of one row fails.",
         "https://github.com/pytorch/pytorch/pull/183840 (strides that surely are in order); get_fill_order itself "
         "still compares backed strides with guards.",
         "2.11 - 2.15",
@@ -355,8 +356,8 @@ OF_A_COMPILATION = (
     Patch(
         "asserts_of_known_sizes",
         "torch._inductor.ir.AssertScalar.__init__",
-        "Generated code compares a size that is known at run time with an extent. If the program later specialises the "
-        "extent, as a view with a stated size does, or finds it equal to another one, the code names a symbol that "
+        "Generated code compares a size that is known at run time with an size. If the program later specialises the "
+        "size, as a view with a stated size does, or finds it equal to another one, the code names a symbol that "
         "nothing defines.",
         "create_deferred_runtime_asserts writes the expression as it was deferred; backed symbols in it that were "
         "specialized or unified later should be replaced: NameError: name 's75' is not defined.",
@@ -368,7 +369,7 @@ OF_A_COMPILATION = (
         "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]; "
         "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
         "Torch expands and flattens a tensor that is joined with itself, and makes a batched product of column and row "
-        "contiguous: both ask whether a block has one row. From a join it drops blocks that are known to have no rows, "
+        "contiguous: both ask whether a shard has one row. From a join it drops shards that are known to have no rows, "
         "so ranks have different graphs. It views a sum of complex numbers as one of real numbers and back, and so "
         "asks for a stride that is known at run time only. The gradient of an embedding asks whether its table is "
         "empty, which may be true on some ranks only.",
@@ -417,7 +418,7 @@ OF_A_COMPILATION = (
     SLICES_BY_FORMULA,
     PARTS_TO_THE_END,
 )
-"""Put in when a compilation meets its first block of unknown size, and taken out when it ends."""
+"""Put in when a compilation meets its first shard of unknown size, and taken out when it ends."""
 
 OF_A_TRACE = (
     Patch(
@@ -431,14 +432,15 @@ OF_A_TRACE = (
         decide_by_hint_where_guards_are_suppressed,
     ),
     Patch(
-        "symbols_of_blocks",
+        "symbols_of_shards",
         "ShapeEnv.create_symbol, _produce_dyn_sizes_from_int_tuple, _compute_symbolic_stride",
-        "Torch makes symbols from the numbers of this rank's block, and gives equal numbers one symbol. Other ranks "
+        "Torch makes symbols from the numbers of this rank's local shard, and gives equal numbers one symbol. Other "
+        "ranks "
         "have other numbers, so they would get other graphs and guards.",
         "Duck shaping has no way to say that dims with equal hints are different (or that dims with different hints "
         "are one) for some inputs only; a tensor subclass needs it for its inner tensors.",
         "2.11 - 2.15",
-        name_symbols_of_blocks,
+        name_symbols_of_shards,
     ),
 )
 """Put into the `ShapeEnv` of a trace. They live as long as it does."""

@@ -1,4 +1,4 @@
-"""Replacements for functions of torch while a graph with blocks is compiled. `patches` gives the reasons."""
+"""Replacements for functions of torch while a graph with shards is compiled. `patches` gives the reasons."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def clamped_ends(stack: contextlib.ExitStack) -> None:
 
 
 def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[..., tuple[bool, object]]:
-    """Have Dynamo trace a sharded buffer of a module like a sharded input: one graph for every cut."""
+    """Have Dynamo trace a sharded buffer of a module like a sharded input: one graph for every partition."""
 
     def static(tensor: object, is_tensor: bool, *args: object, **kwargs: object) -> tuple[bool, object]:
         if is_tensor and getattr(tensor, "_is_static", True) is False:
@@ -158,7 +158,7 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     """Keep all collectives of the backward pass in the backward graph, even those that depend on no gradient.
 
     The partitioner would decide by the sizes of saved tensors whether to move such a collective to the forward graph.
-    Ranks that know their blocks as numbers would decide differently, and wait for one another. The partitioner would
+    Ranks that know their shards as numbers would decide differently, and wait for one another. The partitioner would
     also leave a copy in the backward graph that nothing reads, since a wait does not count as dead code.
     """
 
@@ -213,7 +213,7 @@ def _and_of_the_view(symbols: Symbols) -> Symbols:
 def answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
     """Have a function of a tensor decide by hints, without guards that would hold on some ranks only.
 
-    One such function is a check that can only raise, when Inductor copies a block to lower `select`. Another chooses
+    One such function is a check that can only raise, when Inductor copies a shard to lower `select`. Another chooses
     the memory format of a convolution's result by whether there is more than one image. With one image, all formats are
     the same.
     """
@@ -237,15 +237,15 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _with_symbols_of_inputs(init: Callable[..., None]) -> Callable[..., None]:
-    """Replace symbols of extents in an assert of generated code as inputs' sizes have them replaced: those define them.
+    """Replace symbols of sizes in an assert of generated code as inputs' sizes have them replaced: those define them.
 
     Sizes that are known at run time stay: what a graph was told about them would make every assert true.
     """
 
     def made(self: AssertScalar, scalar: Formula, msg: str) -> None:
         env = V.graph.sizevars.shape_env
-        extents = [s for s in scalar.free_symbols if symbol_is_type(s, SymT.SIZE)]
-        init(self, scalar.xreplace({s: env.replace(s) for s in extents}), msg)
+        sizes = [s for s in scalar.free_symbols if symbol_is_type(s, SymT.SIZE)]
+        init(self, scalar.xreplace({s: env.replace(s) for s in sizes}), msg)
 
     return made
 
@@ -340,7 +340,7 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
 def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., object]:
     """When Inductor lowers a view, have it treat strides as different unless they are equal for all sizes.
 
-    It would ask for the size of a block otherwise, with a guard that holds on some ranks only.
+    It would ask for the size of a shard otherwise, with a guard that holds on some ranks only.
     """
     # Heavy, and only a compilation needs it.
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
@@ -369,7 +369,7 @@ def _of_known_strides(find: Callable[[object], MutableSet[torch.fx.Node]]) -> Ca
 def _sort_by_hint(fill_order: Callable[..., _T]) -> Callable[..., _T]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
-    It would compare them, and leave guards that a block of one row fails. The stride of a dim of extent 0 or 1 may
+    It would compare them, and leave guards that a shard of one row fails. The stride of a dim of size 0 or 1 may
     stand anywhere in the order.
     """
 

@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols  # 2.11 - 2.15
 
-from shardcompile.compat.block_symbols import common_hints
 from shardcompile.compat.patch import replace
+from shardcompile.compat.shard_symbols import common_hints
 from shardcompile.compat.sizes import IntLike, size_hint
 
 
@@ -50,7 +50,7 @@ def _common(hint: Callable[..., int]) -> Callable[..., int]:
 def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
     """Have the forward graph save the symbols in the sizes of saved tensors that nothing else defines.
 
-    The partitioner saves symbols that are inputs of the graph. The size of a block is no input; the block is one.
+    The partitioner saves symbols that are inputs of the graph. The size of a shard is no input; the shard is one.
     """
 
     @functools.wraps(extract)

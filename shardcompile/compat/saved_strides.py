@@ -33,16 +33,16 @@ def _counting_what_is_written(compile_backward: Callable[..., object]) -> Callab
     @functools.wraps(compile_backward)
     def compiled(
         module: object,
-        of_blocks: SubclassMeta | None,
+        of_shards: SubclassMeta | None,
         metadata: ViewAndMutationMeta,
         strides: list[object] | None,
         *rest: object,
     ) -> object:
-        if of_blocks is not None and strides is not None:
-            inner = of_blocks.fw_metadata
+        if of_shards is not None and strides is not None:
+            inner = of_shards.fw_metadata
             written = len(compute_inner_mutated_inp_indices_from_subclass_meta(metadata, inner))
             strides = strides[max(written - inner.num_mutated_inp_runtime_indices, 0) :]
-        return compile_backward(module, of_blocks, metadata, strides, *rest)
+        return compile_backward(module, of_shards, metadata, strides, *rest)
 
     return compiled
 
@@ -82,6 +82,6 @@ def _reads_as_traced(user: torch.fx.Node) -> bool:
 
 
 def _formula(stride: IntLike | Formula) -> Formula:
-    """The formula of a stride if no extent is 0."""
+    """The formula of a stride if no size is 0."""
     found: Formula = sympy.sympify(expression_of(stride))
     return sympy.expand(found.replace(Max, lambda *terms: Max(*(t for t in terms if t != 1))))

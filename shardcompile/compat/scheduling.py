@@ -1,4 +1,4 @@
-"""Changes to what Inductor knows of reads and writes, of memory, and of extents of 0 and 1.
+"""Changes to what Inductor knows of reads and writes, of memory, and of sizes of 0 and 1.
 
 `patches`, and the patches at the end, give the reasons.
 """
@@ -86,7 +86,7 @@ def _and_of_indices(symbols: Symbols) -> Symbols:
 
 
 def _leaving_it_to_the_run(look_up: Callable[..., object]) -> Callable[..., object]:
-    """Have a lookup in a block without rows fail at run time, if there is an index, and not in its lowering."""
+    """Have a lookup in a shard without rows fail at run time, if there is an index, and not in its lowering."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import lowering
 
@@ -108,7 +108,7 @@ def _with_check(index: Callable[..., object], *args: object, **kwargs: object) -
 
 
 def _of_dims_known_to_be_one(make: Callable[..., Reindexer]) -> Callable[..., Reindexer]:
-    """Read a dim at index 0 if guards say that its extent is 1, and not only if the extent is the number 1."""
+    """Read a dim at index 0 if guards say that its size is 1, and not only if the size is the number 1."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
@@ -170,7 +170,7 @@ LOOKUPS_IN_NO_ROWS = Patch(
     "torch._inductor.lowering.index_impl_helper",
     "A rank looks up rows for other ranks. A rank without rows looks up none, but the number of lookups is known at "
     "run time only, so Inductor refuses to compile.",
-    "The lowering of aten.index raises IndexError for a dim of 0 rows unless an extent of the index is the number 0; "
+    "The lowering of aten.index raises IndexError for a dim of 0 rows unless an size of the index is the number 0; "
     "it may be a symbol that is 0 when the graph runs.",
     "2.11 - 2.15",
     lookups_in_no_rows,
@@ -190,7 +190,7 @@ ROWS_OF_GROUPS = Patch(
 BROADCAST_BY_GUARDS = Patch(
     "broadcast_by_guards",
     "torch._inductor.ir.ExpandView.make_reindexer",
-    "An extent may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
+    "An size may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
     "reads it at every index: silently wrong values, from outside the tensor.",
     "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
     "2.11 - 2.14",

@@ -23,9 +23,9 @@ Formula: TypeAlias = sympy.Expr
 """What torch knows of a size in a trace: a symbol, a number, or a formula of both."""
 
 
-def is_one(extent: object) -> bool:
-    """Whether an extent is the number 1. A symbol is not compared: the answer would become a guard."""
-    return isinstance(extent, int) and extent == 1
+def is_one(size: object) -> bool:
+    """Whether an size is the number 1. A symbol is not compared: the answer would become a guard."""
+    return isinstance(size, int) and size == 1
 
 
 def divides(part: IntLike, size: IntLike) -> bool:
@@ -67,7 +67,7 @@ def specialise(size: object, number: int) -> None:
     value = (number - rest) / factor
     env.backed_var_to_val[symbol] = value  # 2.12 - 2.15; `var_to_val` before
     env.size_like.discard(symbol)  # a symbol that is size-like may not become 0 or 1; 2.11 - 2.15
-    env._set_replacement(symbol, value, "the block of a known cut")  # 2.11 - 2.15
+    env._set_replacement(symbol, value, "the shard of a known partition")  # 2.11 - 2.15
     _SETTLED.setdefault(env, set()).add(symbol)
 
 
@@ -93,7 +93,7 @@ def guard_or_false(condition: bool | torch.SymBool) -> bool:
 def size_hint(value: IntLike, default: int = 64) -> int:
     """The number to calculate with for a size that may be symbolic. Installs no guard.
 
-    Inside of `nominal_hints`, some symbols count as `NOMINAL_EXTENT`.
+    Inside of `nominal_hints`, some symbols count as `NOMINAL_SIZE`.
 
     Args:
         value: the size.
@@ -110,12 +110,12 @@ def size_hint(value: IntLike, default: int = 64) -> int:
     if hint is None or nominal:
         suggested = _suggested_hints(value)
         hints = {s: suggested.get(s, env.create_symintnode(s, hint=None).node.hint) for s in expression.free_symbols}
-        hints |= dict.fromkeys(nominal, NOMINAL_EXTENT)
+        hints |= dict.fromkeys(nominal, NOMINAL_SIZE)
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
     return int(hint)
 
 
-NOMINAL_EXTENT = 1024
+NOMINAL_SIZE = 1024
 """What stands for the hint of a symbol, where ranks may have different hints and must come to the same result."""
 
 _DIFFERS: ContextVar[Callable[[ShapeEnv, sympy.Symbol], bool] | None] = ContextVar("differs", default=None)
@@ -123,7 +123,7 @@ _DIFFERS: ContextVar[Callable[[ShapeEnv, sympy.Symbol], bool] | None] = ContextV
 
 @contextlib.contextmanager
 def nominal_hints(differs: Callable[[ShapeEnv, sympy.Symbol], bool]) -> Iterator[None]:
-    """Inside of this, `size_hint` takes `NOMINAL_EXTENT` for some symbols.
+    """Inside of this, `size_hint` takes `NOMINAL_SIZE` for some symbols.
 
     Args:
         differs: whether ranks may have other hints of a symbol.

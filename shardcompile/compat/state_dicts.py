@@ -1,4 +1,4 @@
-"""Private names of torch that gather, copy and cut state dicts. Seen in torch 2.11 to 2.15.
+"""Private names of torch that gather, copy and shard state dicts. Seen in torch 2.11 to 2.15.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` ask ``isinstance(x, DTensor)`` to tell sharded tensors
 from plain ones. They would treat ours as plain.
@@ -21,12 +21,12 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _Sharded = TypeVar("_Sharded", bound=Tensor)
 
 
-def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Sharded], _Sharded]) -> None:
+def teach_state_dicts(sharded: type[_Sharded], shard_like: Callable[[Tensor, _Sharded], _Sharded]) -> None:
     """Have torch's state-dict functions treat a class as they treat DTensor.
 
     Args:
         sharded: the class. It has DTensor's `to`, `redistribute`, `to_local`, `device_mesh` and `placements`.
-        cut_like: takes a full plain tensor and a sharded one. It returns the full values in the layout of the sharded
+        shard_like: takes a full plain tensor and a sharded one. It returns the full values in the layout of the sharded
             one.
 
     The function is long because each patch states its reason.
@@ -37,7 +37,7 @@ def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Shar
         _utils._broadcast_tensors,
     )
 
-    def in_blocks(of_plain: Callable[..., object], of_dtensor: Callable[..., Tensor]) -> Callable[..., object]:
+    def sharded_in_rows(of_plain: Callable[..., object], of_dtensor: Callable[..., Tensor]) -> Callable[..., object]:
         @functools.wraps(of_plain)
         def act(value: object, *args: object) -> object:
             if not isinstance(value, sharded):
@@ -59,11 +59,11 @@ def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Shar
         **kwargs: Any,
     ) -> object:
         if not hasattr(of_plain, "__shardcompile__"):  # it calls itself
-            of_plain = in_blocks(of_plain, of_dtensor)
+            of_plain = sharded_in_rows(of_plain, of_dtensor)
         return iterate(item, of_sharded_tensor, of_dtensor, of_plain, *args, **kwargs)
 
-    def cutting(put_full_values: Callable[..., None]) -> Callable[..., None]:
-        """Cut the full values that torch's function puts into this rank's state dict."""
+    def sharding_of(put_full_values: Callable[..., None]) -> Callable[..., None]:
+        """Sharded the full values that torch's function puts into this rank's state dict."""
 
         @functools.wraps(put_full_values)
         def put(full: object, local: dict[str, object], *args: object, **kwargs: object) -> None:
@@ -72,7 +72,7 @@ def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Shar
             for key, like in before.items():
                 now = local.get(key)
                 if isinstance(now, Tensor) and not isinstance(now, sharded) and now.ndim > 0:
-                    local[key] = cut_like(now, like)
+                    local[key] = shard_like(now, like)
 
         return put
 
@@ -80,7 +80,7 @@ def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Shar
         Patch(
             "values_of_state_dicts",
             "torch.distributed._state_dict_utils._iterate_state_dict",
-            "get_state_dict with full_state_dict or cpu_offload returns a block as if it were a plain tensor.",
+            "get_state_dict with full_state_dict or cpu_offload returns a shard as if it were a plain tensor.",
             "https://github.com/pytorch/pytorch/pull/112837 made it so: "
             "_iterate_state_dict recognises sharded tensors by isinstance of DTensor and ShardedTensor; it should ask "
             "for a protocol (full_tensor, to), as checkpoints do (__create_write_items__).",
@@ -90,10 +90,10 @@ def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Shar
         Patch(
             "full_values_for_state_dicts",
             "torch.distributed._state_dict_utils._distribute_state_dict, _broadcast_tensors",
-            "set_state_dict with full values puts the whole plain tensor where a block was.",
-            "_distribute_state_dict and _broadcast_tensors cut full values for DTensor alone.",
+            "set_state_dict with full values puts the whole plain tensor where a shard was.",
+            "_distribute_state_dict and _broadcast_tensors sharded full values for DTensor alone.",
             "2.11 - 2.15",
-            _in_place_of(_distribute_state_dict=cutting(distribute), _broadcast_tensors=cutting(broadcast)),
+            _in_place_of(_distribute_state_dict=sharding_of(distribute), _broadcast_tensors=sharding_of(broadcast)),
         ),
     )
 

@@ -87,7 +87,7 @@ put_in_for_good(
         "strides_behind_sizes",
         "torch._functorch._aot_autograd.schemas.SubclassCreationMeta.compute_outer_size_and_stride",
         "A graph returns the symbols in the size of a sharded result, then those in its strides. Torch reads the "
-        "strides from the place of the size, so the result reports other strides than its blocks have.",
+        "strides from the place of the size, so the result reports other strides than its shards have.",
         "https://github.com/pytorch/pytorch/pull/176740",
         "2.11",
         strides_behind_sizes,

@@ -30,19 +30,19 @@ from shardcompile.compat.tracing import outside_trace
 Tracer = PythonKeyTracer | _GraphAppendingTracerEx
 
 
-def global_extents(shape: Sequence[IntLike]) -> tuple[Any, ...]:
-    """Compute the global extents of a result again for the graph, see `retrace`. They were computed outside the trace.
+def global_sizes(shape: Sequence[IntLike]) -> tuple[Any, ...]:
+    """Compute the global sizes of a result again for the graph, see `retrace`. They were computed outside the trace.
 
-    An extent of 0 or 1 becomes a number with a guard, as for an input. A dim of extent 1 may be broadcast. If a formula
+    An size of 0 or 1 becomes a number with a guard, as for an input. A dim of size 1 may be broadcast. If a formula
     is 0 in this call only, torch (2.11 - 2.15) divides by it: from ``rows * columns == rows`` it concludes that there
     is one column.
     """
     return tuple(_number_if_small(n) for n in retrace(shape))
 
 
-def _number_if_small(extent: IntLike) -> IntLike:
-    small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
-    return int(extent) if small else extent
+def _number_if_small(size: IntLike) -> IntLike:
+    small = isinstance(size, torch.SymInt) and not is_unbacked(size) and size_hint(size) in (0, 1)
+    return int(size) if small else size
 
 
 def retrace(sizes: Sequence[IntLike]) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ _IMBALANCE = "_shardcompile_imbalance"
 
 
 def note_imbalance(ratio: float) -> None:
-    """Note for the running compilation how much larger than the mean the largest block of an input is."""
+    """Note for the running compilation how much larger than the mean the largest shard of an input is."""
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None and context.fake_mode.shape_env is not None:
         notes = vars(context.fake_mode.shape_env)
@@ -132,9 +132,9 @@ def note_imbalance(ratio: float) -> None:
 def imbalance_of(traced: Iterable[torch.Tensor]) -> float:
     """The largest ratio that `note_imbalance` noted when tensors were traced; 1 if none was."""
     for x in traced:
-        for extent in x.shape:
-            if isinstance(extent, torch.SymInt):
-                return float(vars(extent.node.shape_env).get(_IMBALANCE, 1.0))
+        for size in x.shape:
+            if isinstance(size, torch.SymInt):
+                return float(vars(size.node.shape_env).get(_IMBALANCE, 1.0))
     return 1.0
 
 

@@ -60,7 +60,7 @@ class _Memo:
         if not is_known or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
             return node
         if (target in _PARTS or target in _LOCAL) and _is_of_known_size(found):
-            return node  # parts of a block of known size may be equal on some ranks only
+            return node  # parts of a shard of known size may be equal on some ranks only
 
         def value(a: object) -> object:
             if isinstance(a, torch.fx.Node):
@@ -95,7 +95,7 @@ def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[],
     """Compute what follows from a tensor's values, in a trace once for all tensors that hold equal values in every run.
 
     Ranks must agree on which tensors these are. They agree if the size of `x` is a symbol, which all ranks share. If
-    the size is a number, it may be the size of this rank's block, and nothing is shared.
+    the size is a number, it may be the size of this rank's local shard, and nothing is shared.
 
     Args:
         x: the tensor.

@@ -40,7 +40,7 @@ class _Attribute(Protocol):
 
 
 def check_before_wrapping(
-    as_block: Callable[[object, DeviceMesh], None],
+    as_shard: Callable[[object, DeviceMesh], None],
     as_whole: Callable[[object], None],
     as_parameter: Callable[[object, str], None],
     as_input: Callable[[object, str], None],
@@ -51,7 +51,7 @@ def check_before_wrapping(
     """Run these checks before torch's wrappers. They raise if a tensor cannot be wrapped.
 
     Args:
-        as_block: gets the tensor that `DTensor.from_local` treats as this rank's block, and the mesh.
+        as_shard: gets the tensor that `DTensor.from_local` treats as this rank's local shard, and the mesh.
         as_whole: gets the tensor that DTensor's `distribute_tensor` treats as the whole tensor.
         as_parameter: gets each parameter before a wrapper flattens or buckets it, and the wrapper's name.
         as_input: gets each input of a function before a tracer traces it, and the tracer's name.
@@ -62,8 +62,8 @@ def check_before_wrapping(
     The function is long because each patch states its reason.
     """
 
-    def from_local(_: object, block: object, mesh: DeviceMesh, *rest: object, **options: object) -> None:
-        as_block(block, mesh)
+    def from_local(_: object, shard: object, mesh: DeviceMesh, *rest: object, **options: object) -> None:
+        as_shard(shard, mesh)
 
     def whole(*args: object, **options: object) -> None:
         for a in args:
@@ -120,7 +120,7 @@ def check_before_wrapping(
         Patch(
             "inputs_of_make_fx",
             "torch.fx.experimental.proxy_tensor.track_tensor",
-            "make_fx makes blocks constants of the graph: later calls get the values of the first one.",
+            "make_fx makes shards constants of the graph: later calls get the values of the first one.",
             "https://github.com/pytorch/pytorch/pull/118155 says why: "
             "make_fx gives the inner tensors of a subclass no proxies, and silently makes constants of them: it should "
             "refuse a traceable wrapper subclass, or flatten it as AOTAutograd does.",
@@ -130,16 +130,16 @@ def check_before_wrapping(
         Patch(
             "inputs_of_jit_trace",
             "torch.jit._trace._trace_impl",
-            "torch.jit.trace makes blocks constants of the graph.",
+            "torch.jit.trace makes shards constants of the graph.",
             "torch.jit.trace of a traceable wrapper subclass traces the ops on its inner tensors, whose values become "
             "constants: it should refuse such inputs.",
             "2.11 - 2.15",
             _before((torch.jit._trace, "_trace_impl", of_jit)),  # 2.11 - 2.15
         ),
         Patch(
-            "blocks_of_dtensors",
+            "shards_of_dtensors",
             "torch.distributed.tensor._api._FromTorchTensor.forward",
-            "DTensor.from_local treats a sharded tensor as one rank's block, although each rank holds another block.",
+            "DTensor.from_local treats a sharded tensor as one rank's shard, although each rank holds another shard.",
             "DTensor.from_local has no way for a tensor subclass to object to becoming a local tensor.",
             "2.11 - 2.15",
             _before((_FromTorchTensor, "forward", from_local)),
@@ -147,7 +147,7 @@ def check_before_wrapping(
         Patch(
             "wholes_of_dtensors",
             "Shard._make_shard_tensor, Replicate._make_replicate_tensor",
-            "distribute_tensor treats the block of a sharded tensor as the whole tensor.",
+            "distribute_tensor treats the shard of a sharded tensor as the whole tensor.",
             "distribute_tensor has no way for a tensor subclass to object, or to say how it is laid out.",
             "2.11 - 2.15",
             # They are already bound to their classes.
@@ -156,15 +156,16 @@ def check_before_wrapping(
         Patch(
             "parameters_of_fully_shard",
             "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
-            "fully_shard cuts this rank's block as if it were the whole parameter.",
-            "FSDPParam asks only DTensor parameters for their layout; another subclass is cut by its local memory.",
+            "fully_shard partitions this rank's local shard as if it were the whole parameter.",
+            "FSDPParam asks only DTensor parameters for their layout; another subclass is sharded over its local "
+            "memory.",
             "2.11 - 2.15",
             _before((FSDPParam, "__init__", of_fully_shard)),
         ),
         Patch(
             "parameters_of_fsdp",
             "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__",
-            "FullyShardedDataParallel flattens this rank's block as if it were the whole parameter.",
+            "FullyShardedDataParallel flattens this rank's local shard as if it were the whole parameter.",
             "FlatParamHandle flattens any subclass but DTensor by its local memory.",
             "2.11 - 2.15",
             _before((FlatParamHandle, "__init__", of_fsdp)),
@@ -172,7 +173,7 @@ def check_before_wrapping(
         Patch(
             "parameters_of_ddp",
             "torch.nn.parallel.DistributedDataParallel.__init__",
-            "DistributedDataParallel copies the block of its first rank to the others, and averages gradients.",
+            "DistributedDataParallel copies the shard of its first rank to the others, and averages gradients.",
             "DistributedDataParallel refuses no tensor subclass, and broadcasts its local memory.",
             "2.11 - 2.15",
             _before((DistributedDataParallel, "__init__", of_ddp)),
@@ -234,5 +235,5 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether a placement's blocks lie in another order than that of the mesh dims."""
+    """Whether a placement's shards lie in another order than that of the mesh dims."""
     return isinstance(placement, _StridedShard)

@@ -1,1 +1,1 @@
-"""A demonstration: a point-cloud transformer learns finite element solutions, with a new cut at each step."""
+"""A demonstration: a point-cloud transformer learns finite element solutions, with a new partition at each step."""

@@ -1,8 +1,8 @@
-"""The training step of the demo written by hand: plain blocks, and a collective wherever points are summed.
+"""The training step of the demo written by hand: plain shards, and a collective wherever points are summed.
 
 This is what the sharded tensors save a person from writing, and what they are measured against. It takes every short
-cut that a person might: one collective for the two sums of a layer, one for the two of the loss, and one bucket for all
-gradients of parameters. There is none for what is the same on every rank anyway.
+sharded that a person might: one collective for the two sums of a layer, one for the two of the loss, and one bucket
+for all gradients of parameters. There is none for what is the same on every rank anyway.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def handwritten_step(net: PointTransformer, group: ProcessGroup, compiler: Compi
         compiler: backend of torch.compile; None for eager.
     """
 
-    def loss_of_block(features: Tensor, target: Tensor) -> Tensor:
+    def loss_of_shard(features: Tensor, target: Tensor) -> Tensor:
         error = (predict(net, features, group) - target).square().sum()
         sums = _Sum.apply(torch.stack([error, target.square().sum()]), group)
         return torch.sqrt(sums[0] / sums[1])
 
-    loss_fn = loss_of_block if compiler is None else torch.compile(loss_of_block, fullgraph=True, backend=compiler)
+    loss_fn = loss_of_shard if compiler is None else torch.compile(loss_of_shard, fullgraph=True, backend=compiler)
 
     def step(batch: Batch) -> Tensor:
-        features, target = batch.block(group.rank())
-        for block in (features, target):
-            torch._dynamo.maybe_mark_dynamic(block, 0)
+        features, target = batch.shard(group.rank())
+        for shard in (features, target):
+            torch._dynamo.maybe_mark_dynamic(shard, 0)
         net.zero_grad()
         loss = loss_fn(features, target)
         loss.backward()
@@ -51,9 +51,9 @@ def handwritten_step(net: PointTransformer, group: ProcessGroup, compiler: Compi
 def predict(net: PointTransformer, features: Tensor, group: ProcessGroup) -> Tensor:
     """`net(features)` for this rank's points, which attend to those of all ranks. [n, F] -> [n]."""
     x = net.embed(features)
-    for block in net.blocks:
-        x = x + _attention(block.attention, block.attention_norm(x), group)  # type: ignore[arg-type, operator]
-        x = x + block.mlp(block.mlp_norm(x))  # type: ignore[operator]
+    for shard in net.shards:
+        x = x + _attention(shard.attention, shard.attention_norm(x), group)  # type: ignore[arg-type, operator]
+        x = x + shard.mlp(shard.mlp_norm(x))  # type: ignore[operator]
     return net.head(net.norm(x)).squeeze(-1)
 
 

@@ -57,7 +57,7 @@ def slice_means(weights: Tensor, values: Tensor) -> Tensor:
     return totals / (weights.sum(1).unsqueeze(-1) + 1e-6)
 
 
-class Block(nn.Module):
+class Shard_(nn.Module):
     """Slice attention and a pointwise network, each behind a norm and beside a residual. [n, C] -> [n, C]."""
 
     def __init__(self, channels: int, heads: int, slices: int) -> None:
@@ -80,7 +80,7 @@ class PointTransformer(nn.Module):
         channels: C, a multiple of `heads`.
         heads: H.
         slices: S, soft groups of points per head.
-        layers: how many blocks.
+        layers: how many shards.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class PointTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = _mlp(features, 2 * channels, channels)
-        self.blocks = nn.ModuleList(Block(channels, heads, slices) for _ in range(layers))
+        self.shards = nn.ModuleList(Shard_(channels, heads, slices) for _ in range(layers))
         self.norm = nn.LayerNorm(channels)
         self.head = nn.Linear(channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
+        for shard in self.shards:
+            x = shard(x)
         return self.head(self.norm(x)).squeeze(-1)
 
 

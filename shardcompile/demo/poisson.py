@@ -280,19 +280,19 @@ def mass(mesh: Mesh) -> sparse.csr_matrix:
     return _assemble(mesh, areas[:, None, None] / 12 * (np.ones((3, 3)) + np.eye(3)))
 
 
-def _assemble(mesh: Mesh, blocks: Array) -> sparse.csr_matrix:
-    """Sum 3 x 3 blocks [t, 3, 3], one per triangle, into the matrix of the mesh."""
+def _assemble(mesh: Mesh, shards: Array) -> sparse.csr_matrix:
+    """Sum 3 x 3 shards [t, 3, 3], one per triangle, into the matrix of the mesh."""
     rows = np.repeat(mesh.triangles, 3, axis=1).ravel()
     columns = np.tile(mesh.triangles, (1, 3)).ravel()
     n = len(mesh.points)
-    return sparse.coo_matrix((blocks.ravel(), (rows, columns)), shape=(n, n)).tocsr()
+    return sparse.coo_matrix((shards.ravel(), (rows, columns)), shape=(n, n)).tocsr()
 
 
-# ---------------------------------------------------------------------------------------------- cutting
+# ---------------------------------------------------------------------------------------------- sharding_of
 
 
 def random_weights(step: int, ranks: int, seed: int = 0, empty_every: int = 5) -> list[float]:
-    """How unevenly to cut the points at one step; the same on every rank.
+    """How unevenly to shard the points at one step; the same on every rank.
 
     Args:
         step: the training step.
@@ -311,8 +311,8 @@ def random_weights(step: int, ranks: int, seed: int = 0, empty_every: int = 5) -
     return weights.tolist()
 
 
-def proportional_sizes(extent: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `extent`, each within one of its share; a weight of zero gives zero.
+def proportional_sizes(size: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that sum to `size`, each within one of its share; a weight of zero gives zero.
 
     Raises:
         ValueError: if a weight is negative or not finite, or all are zero.
@@ -320,22 +320,22 @@ def proportional_sizes(extent: int, weights: Sequence[float]) -> list[int]:
     given = np.asarray(weights, dtype=np.float64)
     if not (np.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
         raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")
-    shares = extent * given / given.sum()
+    shares = size * given / given.sum()
     sizes = np.floor(shares).astype(int)
-    left_over = extent - int(sizes.sum())
+    left_over = size - int(sizes.sum())
     sizes[np.argsort(sizes - shares, kind="stable")[:left_over]] += 1
     return sizes.tolist()
 
 
 def partition(points: npt.ArrayLike, weights: Sequence[float]) -> tuple[Array, list[int]]:
-    """Cut a point cloud into compact parts of uneven size, by recursive coordinate bisection.
+    """Sharded a point cloud into compact parts of uneven size, by recursive coordinate bisection.
 
     Args:
         points: positions, [n, d].
         weights: relative size of each part; zero gives an empty part.
 
     Returns:
-        order: int64 [n], the points part by part, so `features[order]` has the parts as row blocks.
+        order: int64 [n], the points part by part, so `features[order]` has the parts as row shards.
         sizes: number of points of each part.
 
     Raises:
@@ -347,16 +347,16 @@ def partition(points: npt.ArrayLike, weights: Sequence[float]) -> tuple[Array, l
 
 
 def _bisect(points: Array, chosen: Array, sizes: list[int]) -> Array:
-    """Order the `chosen` points so that blocks of `sizes` rows are compact."""
+    """Order the `chosen` points so that shards of `sizes` rows are compact."""
     if len(sizes) == 1 or len(chosen) == 0:
         return chosen
     half = len(sizes) // 2
     here = points[chosen]
     axis = int(np.argmax(np.ptp(here, axis=0)))
     sorted_ = chosen[np.argsort(here[:, axis], kind="stable")]
-    cut = sum(sizes[:half])
-    low = _bisect(points, sorted_[:cut], sizes[:half])
-    high = _bisect(points, sorted_[cut:], sizes[half:])
+    partition = sum(sizes[:half])
+    low = _bisect(points, sorted_[:partition], sizes[:half])
+    high = _bisect(points, sorted_[partition:], sizes[half:])
     return np.concatenate([low, high])
 
 

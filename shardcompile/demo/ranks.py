@@ -49,7 +49,7 @@ class Settings:
         steps: training steps.
         backend: ``gloo`` or ``nccl``.
         compiler: backend of torch.compile.
-        seed: of samples, cuts and parameters.
+        seed: of samples, partitions and parameters.
         double: compute in float64, not float32.
         compare: also time eager and hand-written steps.
         out: folder for the report and the picture.

@@ -136,7 +136,7 @@ def text_report(figures: Figures) -> str:
 def _run_rows(figures: Figures) -> list[Row]:
     return [
         ("ranks", str(figures.ranks), figures.setting),
-        ("steps", str(figures.steps), "each on another sample and in another uneven cut"),
+        ("steps", str(figures.steps), "each on another sample and in another uneven partition"),
         ("points per sample", f"{figures.fewest_points} to {figures.most_points}", ""),
     ]
 
@@ -268,7 +268,7 @@ def _draw_losses(ax: Axes, losses: Mapping[str, Sequence[float]]) -> None:
         style, width = ("-", 3.5) if i == 0 else ("--", 1.4)
         colour = "tab:orange" if i == 0 else "black"
         ax.plot(range(1, len(values) + 1), values, style, linewidth=width, color=colour, label=name)
-    ax.set(title="training loss, another sample and another cut at each step", xlabel="step", yscale="log")
+    ax.set(title="training loss, another sample and another partition at each step", xlabel="step", yscale="log")
     ax.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("{x:g}")

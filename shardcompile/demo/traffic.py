@@ -58,11 +58,11 @@ def _bytes_sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) ->
     others = ranks - 1
     held = sum(t.nbytes for t in x) if isinstance(x, list) else x.nbytes
     match name.rpartition("::")[2]:
-        case "all_reduce" | "all_reduce_":  # its share of 2 (w - 1) n, see `shardcompile.plan.moved_bytes`
+        case "all_reduce" | "all_reduce_":  # its share of 2 (w - 1) n, see `shardcompile.planning.moved_bytes`
             return 2 * others / ranks * held
-        case "all_gather_v" | "all_gather_bucket" | "all_gather_into_tensor":  # its block to each of the others
+        case "all_gather_v" | "all_gather_bucket" | "all_gather_into_tensor":  # its shard to each of the others
             return others * held
-        case "reduce_scatter_v" | "reduce_scatter_bucket":  # all but its own block
+        case "reduce_scatter_v" | "reduce_scatter_bucket":  # all but its local shard
             return held - out.nbytes
         case _:
             raise NotImplementedError(f"the bytes that {name} sends are not known to the demo")
@@ -78,8 +78,8 @@ def lower_bound(net: PointTransformer, ranks: int) -> int:
     Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
     """
     numbers = 2
-    for block in net.blocks:
-        numbers += _slice_numbers(block.attention)
+    for shard in net.shards:
+        numbers += _slice_numbers(shard.attention)
     numbers += sum(p.numel() for name, p in net.named_parameters() if "query_key_value" not in name)
     return 2 * (ranks - 1) * numbers * net.head.weight.element_size()
 

@@ -26,7 +26,7 @@ Compiler = Literal["shardcompile", "inductor", "aot_eager", "eager"]
 
 @dataclass(frozen=True)
 class Batch:
-    """The sample of one training step and its cut. The points of rank 0 come first, then those of rank 1, ...
+    """The sample of one training step and its partition. The points of rank 0 come first, then those of rank 1, ...
 
     Attributes:
         sample: the sample as it was made, with its points in their own order.
@@ -42,7 +42,7 @@ class Batch:
     features: Tensor
     target: Tensor
 
-    def block(self, rank: int) -> tuple[Tensor, Tensor]:
+    def shard(self, rank: int) -> tuple[Tensor, Tensor]:
         """The features and the target of one rank's points, in memory of their own."""
         start = sum(self.sizes[:rank])
         rows = slice(start, start + self.sizes[rank])
@@ -50,7 +50,7 @@ class Batch:
 
 
 def make_batch(step: int, ranks: int, seed: int, dtype: torch.dtype, device: str = "cpu") -> Batch:
-    """The batch of one step: another sample and another cut at each, the same on every rank."""
+    """The batch of one step: another sample and another partition at each, the same on every rank."""
     sample = make_sample(seed * 1_000_000 + step)
     order, sizes = partition(sample.points, random_weights(step, ranks, seed))
     rows = torch.from_numpy(order)
@@ -107,13 +107,13 @@ def sharded_step(net: nn.Module, mesh: DeviceMesh, compiler: Compiler | None) ->
 
 
 def sharded(batch: Batch, mesh: DeviceMesh) -> tuple[ShardTensor, ShardTensor]:
-    """The features and the target of a batch; each rank puts in its block."""
-    features, target = batch.block(mesh.get_local_rank())
+    """The features and the target of a batch; each rank puts in its shard."""
+    features, target = batch.shard(mesh.get_local_rank())
     return _shard(features, batch.sizes, mesh), _shard(target, batch.sizes, mesh)
 
 
-def _shard(block: Tensor, sizes: list[int], mesh: DeviceMesh) -> ShardTensor:
-    return ShardTensor.from_local(block, mesh, [Shard(0)], sharding_shapes={0: sizes})
+def _shard(shard: Tensor, sizes: list[int], mesh: DeviceMesh) -> ShardTensor:
+    return ShardTensor.from_local(shard, mesh, [Shard(0)], sharding_shapes={0: sizes})
 
 
 # --------------------------------------------------------------------------------------------- training

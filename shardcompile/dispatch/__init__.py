@@ -1,4 +1,4 @@
-"""Dispatch: from an op on sharded tensors to the same op on blocks.
+"""Dispatch: from an op on sharded tensors to the same op on local shards.
 
 It knows ops by their records only, and the class of sharded tensors by its base.
 """

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from shardcompile.compat import OpOverload
 from shardcompile.errors import LayoutError, UnsupportedOpError
-from shardcompile.layout import Layout, Spec
 from shardcompile.ops import OpCall, TensorArg
 from shardcompile.ops.support.global_meta import tensors_of
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import Layout, Spec
 
 
 def describe(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> OpCall:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import block_shape
+from shardcompile.collectives import local_shape_of
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.calls import describe, refuse_unlike_shards, tensors_text
 from shardcompile.dispatch.foreign import check_collective
@@ -20,7 +20,6 @@ from shardcompile.dispatch.implemented import refuse_on_all_ranks
 from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded, refuse_windows
 from shardcompile.dispatch.run import Checked, Composed, Direct, Entry, Local, Specs, Strides
 from shardcompile.errors import UnsupportedOpError, refusal
-from shardcompile.layout import QUANTIZED, Layout, Spec
 from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
@@ -30,6 +29,7 @@ from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.strides import may_misstate_strides
 from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import QUANTIZED, Layout, Spec
 
 _BY_TORCH = "torch's decomposition"
 
@@ -86,7 +86,7 @@ def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...],
 def _needs_neighbours(
     cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Whether a form assumes that the rows of a block are neighbours in the whole tensor."""
+    """Whether a form assumes that the rows of a shard are neighbours in the whole tensor."""
     if record.sharded is None or record.op._schema.is_mutable:
         return False
     if record.sharded.always or record.rule is None:
@@ -205,7 +205,7 @@ def _local_entry(
 
         def arguments(local: tuple[object, ...]) -> tuple[object, ...]:
             # The shape is asked for in each call: ranks that are threads share what is cached.
-            return local_args(call, local, layouts, block_shape)
+            return local_args(call, local, layouts, local_shape_of)
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
     strides_like = None
@@ -234,7 +234,7 @@ def _output_specs(
             return [spec(m, plan) for m in meta]  # type: ignore[misc]
         if not isinstance(meta, Tensor):
             return None
-        layout = plan.layout(like, compat.global_extents(meta.shape), meta.dtype)
+        layout = plan.layout(like, compat.global_sizes(meta.shape), meta.dtype)
         return Spec.of(layout, compat.retrace(meta.stride()))
 
     meta = global_meta(call.op, args, kwargs)
@@ -265,7 +265,7 @@ def _decide_mutation(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Entry:
-    """Decide how an op that writes to arguments runs: on blocks, by its functional variant, or decomposed."""
+    """Decide how an op that writes to arguments runs: on local shards, by its functional variant, or decomposed."""
     targets = [argument(m, args, kwargs) for m in mutated]
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")

@@ -20,9 +20,9 @@ from shardcompile.dispatch.decide import decide
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.run import Entry
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Cut, Layout
 from shardcompile.ops.support.global_meta import tensors_of
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import Layout, Partition
 
 _CACHE: dict[Any, Entry] = {}
 _CACHE_LIMIT = 1 << 15
@@ -133,24 +133,29 @@ def _remember(
 
 
 def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
-    """Raise, on all ranks alike, if a trace has taken the size of this rank's block for a number.
+    """Raise, on all ranks alike, if a trace has taken the size of this rank's local shard for a number.
 
     It took the hint, which all ranks share. The graph would be right on the ranks that happen to have this size, and
     the others would be left behind.
     """
-    for dim, cut in enumerate(layout.cuts):
-        if cut is not None and cut.is_traced and compat.is_specialised(cut.block) and not _is_settled(cut):
+    for dim, partition in enumerate(layout.partitions):
+        if (
+            partition is not None
+            and partition.is_traced
+            and compat.is_specialised(partition.shard)
+            and not _is_settled(partition)
+        ):
             raise UnsupportedOpError(
-                f"{op} cannot be compiled on a block whose size is not known beforehand: it takes the size of dim "
+                f"{op} cannot be compiled on a shard whose size is not known beforehand: it takes the size of dim "
                 f"{dim} for a number ({layout.describe()}). Redistribute that dim to Replicate before it, or call it "
                 "outside of the compiled function"
             )
 
 
-def _is_settled(cut: Cut) -> bool:
-    """Whether a trace has learnt, by guards, that a cut is a known one."""
-    return compat.is_settled(cut.block) or (
-        cut.kind == "dynamic" and (isinstance(cut.key, int) or compat.is_specialised(cut.key))
+def _is_settled(partition: Partition) -> bool:
+    """Whether a trace has learnt, by guards, that a partition is a known one."""
+    return compat.is_settled(partition.shard) or (
+        partition.kind == "dynamic" and (isinstance(partition.key, int) or compat.is_specialised(partition.key))
     )
 
 

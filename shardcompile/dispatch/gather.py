@@ -13,13 +13,13 @@ from shardcompile.compat import OpOverload
 from shardcompile.dispatch.calls import kind_of, plain_layout
 from shardcompile.dispatch.run import Entry, follow_all, localize
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout, Spec
 from shardcompile.ops import OpCall, OpRecord, record_of
 from shardcompile.ops.choice import whole_plan
 from shardcompile.ops.random.streams import kernel_on_shards
 from shardcompile.ops.support.gather_log import inputs_text, log_gather
-from shardcompile.plan import Plan
+from shardcompile.planning import Plan
 from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.sharding import Layout, Spec
 
 
 def fallback(call: OpCall) -> Entry:
@@ -96,7 +96,7 @@ class Gathered(Entry):
         if out.layout is not torch.strided or out.is_nested:
             kind = "nested" if out.is_nested else "sparse"
             raise UnsupportedOpError(
-                f"{self.op} gives a {kind_of(out)} tensor, and a {kind} tensor has no blocks. Of the gradient of an "
+                f"{self.op} gives a {kind_of(out)} tensor, and a {kind} tensor has no shards. Of the gradient of an "
                 "embedding: leave out sparse=True and take an optimizer for dense gradients; otherwise take "
                 "full_tensor() of the inputs"
             )

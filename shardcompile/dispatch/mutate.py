@@ -1,4 +1,4 @@
-"""Ops that write to an argument: to its block, by the form that is not in place, or by turning it into a view."""
+"""Ops that write to an argument: to its shard, by the form that is not in place, or by turning it into a view."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from shardcompile.compat import OpOverload
 from shardcompile.dispatch.calls import plain_layout
 from shardcompile.dispatch.run import Entry, Local
 from shardcompile.errors import UnsupportedOpError, refusal
-from shardcompile.layout import Layout, Spec, may_overlap
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice, whole_plan
 from shardcompile.ops.random.streams import kernel_on_shards
 from shardcompile.ops.record import Run
-from shardcompile.ops.support.blocks import copy_block
 from shardcompile.ops.support.copied_views import (
     TURNED,
     WATCHED,
@@ -30,10 +28,12 @@ from shardcompile.ops.support.copied_views import (
     note_write,
     was_turned,
 )
+from shardcompile.ops.support.local_shards import copy_shard
 from shardcompile.ops.support.strides import in_one_order
-from shardcompile.plan import find_plan
+from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.sharded import Sharded, block_of, first_sharded
+from shardcompile.sharded import Sharded, first_sharded, shard_of
+from shardcompile.sharding import Layout, Spec, may_overlap
 
 _NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
 
@@ -58,7 +58,7 @@ def _refuse_gradients_of_turned(op: OpOverload, target: Sharded, values: Sequenc
 
 
 class InPlace(Local):
-    """Write to this rank's block."""
+    """Write to this rank's local shard."""
 
     def __init__(self, record: OpRecord, choice: Choice) -> None:
         super().__init__(record, choice, [None], None)
@@ -72,12 +72,12 @@ class InPlace(Local):
         if copied is not None:
             copied.check_writable(self.op)
         if self.direct and not kwargs:
-            blocks = [a._local_tensor if type(a) is cls else a for a in args]
-            if type(blocks[0]) is not Tensor and self.record.elementwise:
-                blocks[1:] = in_one_order(self.record, blocks[1:], blocks[0].stride())
-            self.function(*_apart(blocks))
+            shards = [a._local_tensor if type(a) is cls else a for a in args]
+            if type(shards[0]) is not Tensor and self.record.elementwise:
+                shards[1:] = in_one_order(self.record, shards[1:], shards[0].stride())
+            self.function(*_apart(shards))
         else:
-            self._blocks(cls, args, kwargs)
+            self._shards(cls, args, kwargs)
         if copied is not None:
             copied.write_back(target)
         if WATCHED:
@@ -85,19 +85,19 @@ class InPlace(Local):
         return target if self.op._schema.returns else None
 
 
-def _apart(blocks: list[object]) -> list[object]:
-    """The blocks of a write. Blocks that share memory with the written one are copied.
+def _apart(shards: list[object]) -> list[object]:
+    """The shards of a write. Shards that share memory with the written one are copied.
 
-    Torch refuses to write to memory that it reads if both overlap in part. An empty block never overlaps, so its rank
+    Torch refuses to write to memory that it reads if both overlap in part. An empty shard never overlaps, so its rank
     would go on alone.
     """
-    target = blocks[0]
-    if type(target) is not Tensor or len(blocks) == 1:
-        return blocks
-    for i, x in enumerate(blocks):
+    target = shards[0]
+    if type(target) is not Tensor or len(shards) == 1:
+        return shards
+    for i, x in enumerate(shards):
         if type(x) is Tensor and x is not target and compat.shares_storage(x, target):
-            blocks[i] = x.clone()
-    return blocks
+            shards[i] = x.clone()
+    return shards
 
 
 class InPlaceView(Entry):
@@ -122,14 +122,14 @@ class InPlaceView(Entry):
         if has_followers(target):
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
-                "views of it exist that a block cannot hold, and that are made again from it whenever it is written to",
+                "views of it exist that a shard cannot hold, and that are made again from it whenever it is written to",
                 _NOT_IN_PLACE,
             )  # fmt: skip
         # A copied view follows its base. The base must not be the target, which is about to change.
         view: Any = self.functional(target._stand_in(), *args[1:], **kwargs)
         if view._copied is not None and view._copied.follows(target):
             raise UnsupportedOpError(
-                f"{self.op} of a tensor to a view of itself that a block cannot hold ({view._spec.layout.describe()}); "
+                f"{self.op} of a tensor to a view of itself that a shard cannot hold ({view._spec.layout.describe()}); "
                 "clone the view first"
             )
         target._turn_into(view)
@@ -198,7 +198,7 @@ class Written(Entry):
 
 
 def refuse_expanded(record: OpRecord, targets: Sequence[Spec]) -> None:
-    """Raise if several elements of a target lie in one place. A kernel raises only for a block that has several.
+    """Raise if several elements of a target lie in one place. A kernel raises only for a shard that has several.
 
     One value everywhere is the same in whatever order it is written.
     """
@@ -245,19 +245,19 @@ def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
         return
     mesh = first_sharded((target, value))._spec.layout.mesh
     source = value._spec.layout if isinstance(value, Sharded) else plain_layout(mesh, value)
-    local = block_of(value)
+    local = shard_of(value)
     if not isinstance(target, Sharded):
         target.copy_(run_plan(whole_plan(source), local))
         return
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
     reached = [Replicate() if p.is_partial() and not s else p for p, s in zip(wanted.placements, same, strict=True)]
-    layout = Layout.of(mesh, reached, source.shape, source.dtype, wanted.cuts)
+    layout = Layout.of(mesh, reached, source.shape, source.dtype, wanted.partitions)
     local = run_plan(find_plan(source, layout), local)
     for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
         if isinstance(after, Partial) and before != after:
             local = _as_term(local, after.reduce_op, compat.coordinate(mesh)[mesh_dim] == 0)
-    copy_block(target._local_tensor, local)
+    copy_shard(target._local_tensor, local)
     if target._copied is not None:
         target._copied.write_back(target)
     note_write(target)

@@ -1,4 +1,4 @@
-"""What is done for a call: a function of sharded tensors, or the op on blocks.
+"""What is done for a call: a function of sharded tensors, or the op on local shards.
 
 It is decided once in eager mode and kept, so nothing here depends on the rank or on local values.
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, dense_stride
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice
 from shardcompile.ops.index.in_range import check_indices
@@ -23,9 +22,10 @@ from shardcompile.ops.support.copied_views import (
     note_view,
 )
 from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
-from shardcompile.plan import Plan
+from shardcompile.planning import Plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Spec, contiguous_stride, dense_stride
 
 Specs = Sequence[Spec | list[Spec | None] | None]
 Strides = Sequence[Sequence[IntLike] | None]
@@ -39,7 +39,7 @@ class Entry:
         specs_by_id: the specs whose identities are in the cache key.
     """
 
-    way = "on blocks"
+    way = "on local shards"
     specs_by_id: Sequence[Spec] = ()
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -90,7 +90,7 @@ class Composed(Entry):
 def _with_stride(cls: type[Sharded], x: object, stride: Sequence[IntLike] | None) -> object:
     if not isinstance(x, Sharded) or stride is None:
         return x
-    # Along extents of 1 as well: `cat` takes strides of (6, 1, 2, 1) for those of images that are stored by channels.
+    # Along sizes of 1 as well: `cat` takes strides of (6, 1, 2, 1) for those of images that are stored by channels.
     if all(compat.size_hint(a) == compat.size_hint(b) for a, b in zip(x._spec.stride, stride, strict=True)):
         return x
     stride = compat.retrace(stride)
@@ -116,13 +116,13 @@ class Checked(Entry):
 
 
 class Local(Entry):
-    """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
+    """Bring the inputs to the layouts that are needed, run the op on local shards, wrap the results.
 
     Args:
         record: of the op.
         choice: the plans of its inputs.
         specs: of its results.
-        arguments: makes the arguments of the op on blocks.
+        arguments: makes the arguments of the op on local shards.
         strides_like: where `strides.may_misstate_strides` holds, which argument is a tensor.
     """
 
@@ -151,11 +151,11 @@ class Local(Entry):
         self.sized_by_run = self.fresh and torch.Tag.dynamic_output_shape in op.tags
         if record.is_random:
             self.function = drawn(op, choice.plans[0].src.mesh, choice.sharded_mesh_dims)
-        elif self.fresh and op.namespace == "aten" and _may_refuse_empty_blocks(specs):
+        elif self.fresh and op.namespace == "aten" and _may_refuse_empty_shards(specs):
             self.function = _unless_empty(self.function, specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        out = self._blocks(cls, args, kwargs)
+        out = self._shards(cls, args, kwargs)
         if self.mutates:
             return args[0]
         if self.whole and type(out) is Tensor:
@@ -171,7 +171,7 @@ class Local(Entry):
             return self._as_view(cls, args, kwargs, wrapped)
         return wrapped
 
-    def _blocks(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _shards(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         plans = iter(self.plans)
         # Kernels decide by strides how results are stored, and in which order elements are drawn.
         ordered = self.moved or (self.whole and (self.record.is_random or not compat.is_traced()))
@@ -191,7 +191,7 @@ class Local(Entry):
             for out in outs:
                 note_view(args[0], out)
         if self.moved or args[0]._copied is not None:
-            follow_all(wrapped, self.op, args, lambda: self._blocks(cls, args, kwargs))
+            follow_all(wrapped, self.op, args, lambda: self._shards(cls, args, kwargs))
             return wrapped
         if type(args[0]._local_tensor) is not Tensor:
             return wrapped  # a trace that saw the same storage would have the output made anew, by `as_strided`
@@ -202,14 +202,14 @@ class Local(Entry):
 
 def _copies_shard(record: OpRecord, choice: Choice, specs: Specs) -> bool:
     """Whether the local shard of a view has to be a copy."""
-    if not callable(record.copies_block):
-        return record.copies_block
+    if not callable(record.copies_shard):
+        return record.copies_shard
     assert isinstance(specs[0], Spec), "such a view is one tensor"
-    return record.copies_block(choice.plans[0].dst, specs[0].layout)
+    return record.copies_shard(choice.plans[0].dst, specs[0].layout)
 
 
-_RUN_ON_EMPTY_BLOCKS = {"cpu"}
-"""Types of devices on which every kernel of torch takes blocks without elements."""
+_RUN_ON_EMPTY_SHARDS = {"cpu"}
+"""Types of devices on which every kernel of torch takes shards without elements."""
 
 
 def _gives_list(specs: Specs) -> bool:
@@ -217,10 +217,10 @@ def _gives_list(specs: Specs) -> bool:
     return len(specs) == 1 and isinstance(specs[0], list)
 
 
-def _may_refuse_empty_blocks(specs: Specs) -> bool:
+def _may_refuse_empty_shards(specs: Specs) -> bool:
     found = specs[0] if _gives_list(specs) else specs
     return bool(found) and all(
-        isinstance(s, Spec) and s.layout.mesh.device_type not in _RUN_ON_EMPTY_BLOCKS
+        isinstance(s, Spec) and s.layout.mesh.device_type not in _RUN_ON_EMPTY_SHARDS
         for s in found  # type: ignore[union-attr]
     )
 
@@ -228,35 +228,39 @@ def _may_refuse_empty_blocks(specs: Specs) -> bool:
 def _unless_empty(function: Callable[..., object], specs: Specs) -> Callable[..., object]:
     """Have a result without elements be made without the op, in eager mode.
 
-    On GPUs some of torch's kernels refuse empty blocks, or read memory that is not theirs, as those of embeddings do.
+    On GPUs some of torch's kernels refuse empty shards, or read memory that is not theirs, as those of embeddings do.
     """
     found: Sequence[Spec] = specs[0] if _gives_list(specs) else specs  # type: ignore[assignment]
     kind = found[0].layout.mesh.device_type
 
     def run(*args: object, **kwargs: object) -> object:
-        blocks = [b for a in args for b in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(b, Tensor)]
-        # In a trace, and where only shapes are asked for, blocks are of another class, or on no device.
-        hold_values = all(type(b) is Tensor and b.device.type == kind for b in blocks)
-        if not hold_values or all(map(Tensor.numel, blocks)) or kwargs.get("device") is not None:
+        shards = [b for a in args for b in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(b, Tensor)]
+        # In a trace, and where only shapes are asked for, shards are of another class, or on no device.
+        hold_values = all(type(b) is Tensor and b.device.type == kind for b in shards)
+        if not hold_values or all(map(Tensor.numel, shards)) or kwargs.get("device") is not None:
             return function(*args, **kwargs)
         coordinate = compat.coordinate(found[0].layout.mesh) or ()
         shapes = [s.layout.local_shape(coordinate) for s in found]
         if any(0 not in shape for shape in shapes):
             return function(*args, **kwargs)
-        made = [blocks[0].new_empty(shape, dtype=s.layout.dtype) for s, shape in zip(found, shapes, strict=True)]
+        made = [shards[0].new_empty(shape, dtype=s.layout.dtype) for s, shape in zip(found, shapes, strict=True)]
         return made if _gives_list(specs) else made[0] if len(made) == 1 else tuple(made)
 
     return run
 
 
 def _is_whole(specs: Specs) -> bool:
-    """Whether a result has no cut dim, so that its block is computed as plain PyTorch computes the tensor.
+    """Whether a result has no sharded dim, so that its shard is computed as plain PyTorch computes the tensor.
 
     Strides that leave gaps are those of a view. AOTAutograd takes views by an op that is none to the dispatcher; the
-    block of such a view may be a copy, which is stored in another way.
+    shard of such a view may be a copy, which is stored in another way.
     """
     spec = specs[0] if specs else None
-    if not isinstance(spec, Spec) or not spec.is_plain or any(cut is not None for cut in spec.layout.cuts):
+    if (
+        not isinstance(spec, Spec)
+        or not spec.is_plain
+        or any(partition is not None for partition in spec.layout.partitions)
+    ):
         return False
     told = zip(spec.shape, spec.stride, dense_stride(spec.shape, spec.stride), strict=True)
     return all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in told)
@@ -268,38 +272,38 @@ def _as_stored(out: Tensor, spec: Spec) -> Spec:
 
 
 def _with_own_sizes(out: Tensor | Sequence[Tensor], specs: Specs) -> list[Spec | None]:
-    """Specs in which dims that are not cut have the extents of the block.
+    """Specs in which dims that are not sharded have the sizes of the shard.
 
-    The data says these extents. Each call in a trace has symbols of its own for them, and specs were worked out once.
+    The data says these sizes. Each call in a trace has symbols of its own for them, and specs were worked out once.
     """
     outs = [out] if isinstance(out, Tensor) else out
     return [_with_sizes_of(o, s) if isinstance(s, Spec) else None for o, s in zip(outs, specs, strict=True)]
 
 
-def _with_sizes_of(block: Tensor, spec: Spec) -> Spec:
+def _with_sizes_of(shard: Tensor, spec: Spec) -> Spec:
     layout = spec.layout
     sizes = [
-        compat.keep_symbol(own) if cut is None and compat.is_unbacked(n) else n
-        for n, own, cut in zip(layout.shape, block.shape, layout.cuts, strict=True)
+        compat.keep_symbol(own) if partition is None and compat.is_unbacked(n) else n
+        for n, own, partition in zip(layout.shape, shard.shape, layout.partitions, strict=True)
     ]
     if all(a is b for a, b in zip(sizes, layout.shape, strict=True)):
         return spec
-    whole = all(cut is None for cut in layout.cuts)
-    stride = block.stride() if whole else contiguous_stride(sizes)
-    return Spec.of(Layout.of(layout.mesh, layout.placements, sizes, layout.dtype, layout.cuts), stride)
+    whole = all(partition is None for partition in layout.partitions)
+    stride = shard.stride() if whole else contiguous_stride(sizes)
+    return Spec.of(Layout.of(layout.mesh, layout.placements, sizes, layout.dtype, layout.partitions), stride)
 
 
-def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: Callable[[], Any]) -> None:
+def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], shards: Callable[[], Any]) -> None:
     """Have the result of a view op, or all of its results, follow what was viewed."""
     if not isinstance(wrapped, (list, tuple)):
-        follow(wrapped, op, args, None, blocks)
+        follow(wrapped, op, args, None, shards)
         return
     for i, out in enumerate(wrapped):
-        follow(out, op, args, i, lambda i=i: blocks()[i])  # type: ignore[misc]
+        follow(out, op, args, i, lambda i=i: shards()[i])  # type: ignore[misc]
 
 
 def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
-    """An argument of the op on blocks: plans bring its tensors to the layouts that are needed.
+    """An argument of the op on local shards: plans bring its tensors to the layouts that are needed.
 
     Args:
         cls: the class of sharded tensors.
@@ -325,7 +329,7 @@ def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
 
 
 class Direct(Local):
-    """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
+    """Run the op on the shards as they are: one result, tensors as positional arguments only."""
 
     def __init__(
         self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, strides_like: int | None
@@ -337,17 +341,17 @@ class Direct(Local):
         self.in_rows = spec.is_plain and spec.stride == contiguous_stride(spec.shape)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        blocks = [a._local_tensor if type(a) is cls else a for a in args]
+        shards = [a._local_tensor if type(a) is cls else a for a in args]
         spec = self.spec
-        if self.strides_like is not None and type(blocks[self.strides_like]) is not Tensor:
-            blocks = in_one_order(self.record, blocks, spec.stride)
-            return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
-        out = self.function(*blocks, **kwargs)
+        if self.strides_like is not None and type(shards[self.strides_like]) is not Tensor:
+            shards = in_one_order(self.record, shards, spec.stride)
+            return cls._wrap(in_order(self.function(*shards, **kwargs), spec.stride), spec)
+        out = self.function(*shards, **kwargs)
         if self.sized_by_run:
             spec = _with_sizes_of(out, spec)
         if self.whole and type(out) is Tensor:
             return cls._wrap(out, _as_stored(out, spec))
-        # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
+        # A kernel chooses the order by the strides of a shard, of which one of few rows has others than the whole.
         if type(out) is Tensor and not (self.in_rows and out.is_contiguous()):
             out = in_order(out, spec.stride)
         return cls._wrap(out, spec)

@@ -29,14 +29,14 @@ class Outcome:
     """What happened to a call.
 
     Attributes:
-        cut: which tensors were cut, and along which dim.
+        sharded: which tensors were sharded, and along which dim.
         how: one of `shardcompile.testing.watch.SERVICES`, or ``refused``.
         way: by what.
         result: how the first result lies.
         error: why it was refused.
     """
 
-    cut: str
+    partition: str
     how: str
     way: str = ""
     result: str = ""
@@ -56,22 +56,25 @@ class Ranks:
         self._threads.close()
 
     def outcomes_of(self, op: OpOverload, example: Example, style: int = 0) -> list[Outcome]:
-        """What happens when each tensor of a call is cut along each dim, the others being whole, or cut alike.
+        """What happens when each tensor of a call is sharded along each dim, the others being whole, or identically
+        sharded.
 
         Args:
             op: the overload.
             example: the call.
-            style: of the blocks, see `shardcompile.testing.arrange.uneven_sizes`.
+            style: of the shards, see `shardcompile.testing.arrange.uneven_sizes`.
         """
         scenes = list(_scenes(example))
-        ends = self._threads.run(lambda _: [_observe(op, example, cut, dims, style) for cut, dims in scenes])
+        ends = self._threads.run(
+            lambda _: [_observe(op, example, partition, dims, style) for partition, dims in scenes]
+        )
         raise_worst(ends)
         found: list[Outcome] = ends[0].result
         return found
 
 
 def _scenes(example: Example) -> Iterator[tuple[str, list[int | None]]]:
-    """In words which tensors are cut along which dim, and by tensor the dim."""
+    """In words which tensors are sharded along which dim, and by tensor the dim."""
     tensors = example.tensors
     for i, (name, x) in enumerate(tensors):
         for dim in range(x.ndim):
@@ -82,7 +85,7 @@ def _scenes(example: Example) -> Iterator[tuple[str, list[int | None]]]:
             yield f"all along dim {dim}", [dim] * len(tensors)
 
 
-def _observe(op: OpOverload, example: Example, cut: str, dims: Sequence[int | None], style: int) -> Outcome:
+def _observe(op: OpOverload, example: Example, partition: str, dims: Sequence[int | None], style: int) -> Outcome:
     mesh = standing_mesh()
     laid_out: list[Tensor] = []
     for (_, x), dim in zip(example.tensors, dims, strict=True):
@@ -97,8 +100,8 @@ def _observe(op: OpOverload, example: Example, cut: str, dims: Sequence[int | No
             with ServiceWatch(whole) as watch:
                 out = op(*args)
         except (ShardError, RuntimeError, ValueError, NotImplementedError, IndexError) as error:
-            return Outcome(cut, "refused", error=f"{type(error).__name__}: {error}")
-    return Outcome(cut, watch.how(), way, _describe(out))
+            return Outcome(partition, "refused", error=f"{type(error).__name__}: {error}")
+    return Outcome(partition, watch.how(), way, _describe(out))
 
 
 def _describe(out: object) -> str:
@@ -107,5 +110,5 @@ def _describe(out: object) -> str:
         return "plain"
     (placement,) = first._spec.layout.placements
     if isinstance(placement, Shard):
-        return f"cut along dim {placement.dim}"
+        return f"sharded along dim {placement.dim}"
     return "whole" if isinstance(placement, Replicate) else "a pending sum"

@@ -13,7 +13,7 @@ _COLUMNS = ("local", "reduced", "exchanged", "gathered")
 
 
 def table(ranks: Ranks) -> str:
-    """The table in Markdown: for each op what is sent if a tensor of an example is cut along a dim.
+    """The table in Markdown: for each op what is sent if a tensor of an example is sharded along a dim.
 
     Args:
         ranks: run the examples.
@@ -52,6 +52,6 @@ def _cell(outcomes: list[Outcome], how: str) -> str:
     dims: dict[str, list[str]] = {}
     for s in outcomes:
         if s.how == how:
-            name, _, dim = s.cut.partition(" along dim ")
+            name, _, dim = s.partition.partition(" along dim ")
             dims.setdefault(name, []).append(dim)
     return ", ".join(f"{name} {' '.join(d)}" for name, d in dims.items())

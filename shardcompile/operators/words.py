@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload, OpOverloadPacket
-from shardcompile.layout import Layout, MeshShape
 from shardcompile.operators.examples import Example, example_of
 from shardcompile.operators.outcome import WORLD, Outcome, Ranks
 from shardcompile.ops import FUNCTIONS, OpCall, OpRecord, Order, Strategy, TensorArg, record_of, records
+from shardcompile.sharding import Layout, MeshShape
 
 _ROOT = Path(__file__).parents[2]
 _WIDTH = 22
@@ -74,7 +74,7 @@ def describe(op: OpOverload, ranks: Ranks) -> str:
         return "\n".join(lines)
     lines += [
         "",
-        f"For {example}, on {WORLD} ranks with blocks of any size, if cut",
+        f"For {example}, on {WORLD} ranks with shards of any size, if sharded",
         *_outcome_lines(ranks.outcomes_of(op, example)),
     ]
     allowed = _strategy_lines(record, example)
@@ -93,7 +93,7 @@ def _set(name: str, text: str) -> Iterator[str]:
 
 def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.rule is not None:
-        yield "on blocks", f"rule: {_place(record.rule.strategies)}"
+        yield "on local shards", f"rule: {_place(record.rule.strategies)}"
     if record.kernel is not None:
         yield "", f"kernel in its place: {_place(record.kernel)}"
     if record.sharded is not None:
@@ -114,8 +114,8 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.order is not Order.TOLD:
         yield "stored", record.order.value
     if record.op.is_view:
-        copies = record.copies_block is True
-        yield "a view", "a copy of the block" if copies else "of the block where that holds its rows"
+        copies = record.copies_shard is True
+        yield "a view", "a copy of the shard" if copies else "of the shard where that holds its rows"
     if record.way_back is not None:
         yield "written to", f"a copied view is written back: {_place(record.way_back)}"
     if record.becomes is not None:
@@ -200,12 +200,12 @@ def _place(function: object) -> str:
 
 
 def _outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
-    width = max(len(s.cut) for s in outcomes)
+    width = max(len(s.partition) for s in outcomes)
     for s in outcomes:
         result = f"; the result is {s.result}" if s.result else ""
         way = f", by {s.way}" if s.way.startswith(("its", "torch")) else f", {s.way}" if s.way else ""
         way = "" if s.how == "gathered" and s.way == "its form" else way  # which does not serve this
-        yield f"  {s.cut:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
+        yield f"  {s.partition:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
 
 
 def _strategy_lines(record: OpRecord, example: Example) -> list[str]:
@@ -228,8 +228,8 @@ def _strategy_lines(record: OpRecord, example: Example) -> list[str]:
 def _strategy(strategy: Strategy, names: list[str]) -> str:
     given = [f"{name} {_write_placements(p)}" for name, p in zip(names, strategy.inputs, strict=True) if not _whole(p)]
     results = dict.fromkeys(_write_placements(p) for p in strategy.outputs)
-    cut = ", cut as it follows" if strategy.on_cut is not None else ""
-    return f"{', '.join(given) or 'all whole'} -> {' and '.join(results) or 'nothing'}{cut}"
+    partition = ", sharded as it follows" if strategy.on_partition is not None else ""
+    return f"{', '.join(given) or 'all whole'} -> {' and '.join(results) or 'nothing'}{partition}"
 
 
 def _whole(placement: Placement) -> bool:
@@ -238,5 +238,5 @@ def _whole(placement: Placement) -> bool:
 
 def _write_placements(placement: Placement) -> str:
     if isinstance(placement, Shard):
-        return f"cut along dim {placement.dim}"
+        return f"sharded along dim {placement.dim}"
     return f"a pending {placement.reduce_op}" if isinstance(placement, Partial) else "whole"

@@ -2,7 +2,7 @@
 
 `record` says what can be stated, `registry` keeps the one table, `strategy` and `notation` are the language of rules.
 The folders are families of ops: `rule.py` knows layouts only, `sharded.py` has forms on sharded tensors, `kernels.py`
-what runs on one block. `families` imports all of them.
+what runs on one shard. `families` imports all of them.
 """
 
 from shardcompile.ops.record import Form as Form

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from shardcompile.compat import is_one, size_hint
-from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Strategy, replicate_all
-from shardcompile.plan import Plan, find_plan
+from shardcompile.planning import Plan, find_plan
+from shardcompile.sharding import IntLike, Layout, Partition
 
 _MAX_COMBINATIONS = 256
-_STAYING = ("fetch_ranges", "regroup_rows", "take_block")
-"""Steps after which a tensor is cut along the same dims as before, or that send nothing."""
+_STAYING = ("fetch_ranges", "regroup_rows", "take_shard")
+"""Steps after which a tensor is sharded along the same dims as before, or that send nothing."""
 
 _LEAVING = 4
-"""Weight of bytes that take a tensor away from the dims by which it is cut: a gather or a change of dim is mostly
+"""Weight of bytes that take a tensor away from the dims by which it is sharded: a gather or a change of dim is mostly
 followed by the way back, forward and backward. Chosen so that a network whose points are sharded stays so."""
 
 MAX_IMBALANCE = 1.5
@@ -36,19 +36,19 @@ class OutputPlan:
 
     Attributes:
         placements: one for each mesh dim.
-        cuts: by tensor dim.
+        partitions: by tensor dim.
         left: the mesh dims that shard an input, and along which the output follows no input's partition: it is
             replicated there, or newly sharded.
     """
 
     placements: tuple[Placement, ...]
-    cuts: dict[int, Cut]
+    partitions: dict[int, Partition]
     left: tuple[int, ...] = ()
 
     def layout(self, like: Layout, shape: Sequence[IntLike], dtype: object) -> Layout:
         """The output's layout, once its global shape and dtype are known."""
-        cuts = [self.cuts.get(d) for d in range(len(shape))]
-        return Layout.of(like.mesh, self.placements, shape, dtype, cuts)  # type: ignore[arg-type]
+        partitions = [self.partitions.get(d) for d in range(len(shape))]
+        return Layout.of(like.mesh, self.placements, shape, dtype, partitions)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Choice:
 
     @property
     def leaves_dims(self) -> bool:
-        """Whether more is sent than what brings tensors to other blocks along the dims that they are cut along."""
+        """Whether more is sent than what brings tensors to other shards along the dims that they are sharded along."""
         return any(s.kind not in _STAYING for p in self.plans for s in p.steps)
 
     @property
@@ -143,17 +143,17 @@ def _few_enough(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> 
 
 
 def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int) -> list[Strategy]:
-    """Strategies worth pricing: no new sharding unless some input is cut by this mesh dim already.
+    """Strategies worth pricing: no new sharding unless some input is sharded over this mesh dim already.
 
-    Whole tensors stay whole even where cutting them would be free: results are then where a reader expects them.
+    Whole tensors stay whole even where sharding_of them would be free: results are then where a reader expects them.
     """
     now = [x.placements[mesh_dim] for x in layouts]
-    any_cut = any(isinstance(p, Shard) for p in now)
+    any_sharded = any(isinstance(p, Shard) for p in now)
     usable = []
     for strategy in table:
         if any(isinstance(w, Partial) and h != w for h, w in zip(now, strategy.inputs, strict=True)):
             continue
-        if any(isinstance(w, Shard) for w in strategy.inputs) and not any_cut:
+        if any(isinstance(w, Shard) for w in strategy.inputs) and not any_sharded:
             continue
         usable.append(strategy)
     return usable
@@ -182,89 +182,96 @@ def _keeps_first(layout: Layout, choice: Choice) -> bool:
     if choice.plans[0].steps or not choice.outputs:
         return not choice.plans[0].steps
     return choice.outputs[0].placements == layout.placements and all(
-        cut is None or cut.same_blocks(choice.outputs[0].cuts.get(d)) for d, cut in enumerate(layout.cuts)
+        partition is None or partition.same_shards(choice.outputs[0].partitions.get(d))
+        for d, partition in enumerate(layout.partitions)
     )
 
 
 def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Iterator[Choice]:
-    """The choices that one strategy for each mesh dim leads to: one for each cut that could be taken over."""
+    """The choices that one strategy for each mesh dim leads to: one for each partition that could be taken over."""
     groups: dict[int, tuple[Strategy, list[int]]] = {}
     for mesh_dim, strategy in enumerate(combination):
         groups.setdefault(id(strategy), (strategy, []))[1].append(mesh_dim)
     sharding = [(s, dims) for s, dims in groups.values() if any(isinstance(p, Shard) for p in s.inputs)]
-    options = [_cut_options(layouts, s, tuple(dims)) for s, dims in sharding]
-    for cuts in itertools.product(*options):
-        chosen = {id(s): cut for (s, _), cut in zip(sharding, cuts, strict=True)}
-        choice = _with_cuts(layouts, combination, chosen)
+    options = [_partition_options(layouts, s, tuple(dims)) for s, dims in sharding]
+    for partitions in itertools.product(*options):
+        chosen = {id(s): partition for (s, _), partition in zip(sharding, partitions, strict=True)}
+        choice = _with_partitions(layouts, combination, chosen)
         if choice is not None:
             yield choice
 
 
-def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Cut]:
+def _partition_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Partition]:
     """The partitions that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
 
     A dim is newly sharded only if it has rows for all ranks, and no rank gets more than `MAX_IMBALANCE` times the mean:
     otherwise rows would pile up, as a batch of 1 would on one rank.
     """
-    options: list[Cut] = []
-    extent: IntLike = 0
+    options: list[Partition] = []
+    size: IntLike = 0
     parts = [layouts[0].mesh.shape[m] for m in mesh_dims]
     for layout, placement in zip(layouts, strategy.inputs, strict=True):
         if not isinstance(placement, Shard):
             continue
-        extent = layout.shape[placement.dim]
-        cut = layout.cuts[placement.dim]
-        if cut is not None and set(cut.mesh_dims) == set(mesh_dims) and not any(cut is o for o in options):
-            options.append(cut)
-    if strategy.other_cut is not None:
-        options += [c for c in map(strategy.other_cut, options) if c is not None]
+        size = layout.shape[placement.dim]
+        partition = layout.partitions[placement.dim]
+        if (
+            partition is not None
+            and set(partition.mesh_dims) == set(mesh_dims)
+            and not any(partition is o for o in options)
+        ):
+            options.append(partition)
+    if strategy.other_partition is not None:
+        options += [c for c in map(strategy.other_partition, options) if c is not None]
     if options:  # of choices that cost the same the first is taken; what was flattened may come apart again
         return sorted(options, key=lambda c: (c.makeshift, c.rows is None, is_one(c.runs)))
-    chunked = Cut.chunk(mesh_dims, parts, extent)
-    if size_hint(extent) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
+    chunked = Partition.chunk(mesh_dims, parts, size)
+    if size_hint(size) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
         return []
-    if any(map(_is_of_trace, layouts)) and chunked.blocks is not None and not chunked.is_even:
-        chunked = replace(chunked, blocks=None)  # shards of known, different sizes would give every rank its own graph
+    if any(map(_is_of_trace, layouts)) and chunked.shards is not None and not chunked.is_even:
+        chunked = replace(chunked, shards=None)  # shards of known, different sizes would give every rank its own graph
     return [chunked]
 
 
 def _is_of_trace(layout: Layout) -> bool:
-    symbolic = any(not isinstance(extent, int) for extent in layout.shape)
-    return symbolic or any(c is not None and c.block is not None for c in layout.cuts)
+    symbolic = any(not isinstance(size, int) for size in layout.shape)
+    return symbolic or any(c is not None and c.shard is not None for c in layout.partitions)
 
 
-def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chosen: dict[int, Cut]) -> Choice | None:
+def _with_partitions(
+    layouts: Sequence[Layout], combination: Sequence[Strategy], chosen: dict[int, Partition]
+) -> Choice | None:
     plans = []
     for index, layout in enumerate(layouts):
         placements = tuple(s.inputs[index] for s in combination)
-        cuts = _collect(placements, combination, chosen, {})
-        if cuts is None:
+        partitions = _collect(placements, combination, chosen, {})
+        if partitions is None:
             return None
-        cut_by_dim = [cuts.get(d) for d in range(layout.ndim)]
-        target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, cut_by_dim)
+        partition_by_dim = [partitions.get(d) for d in range(layout.ndim)]
+        target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, partition_by_dim)
         plans.append(find_plan(layout, target, ask_chunked=False))
     outputs = []
     for index in range(len(combination[0].outputs)):
         placements = tuple(s.outputs[index] for s in combination)
-        cuts = _collect(placements, combination, chosen, {id(s): s for s in combination})
-        if cuts is None:
+        partitions = _collect(placements, combination, chosen, {id(s): s for s in combination})
+        if partitions is None:
             return None
-        outputs.append(OutputPlan(placements, cuts, _left(layouts, placements, combination, chosen)))
+        outputs.append(OutputPlan(placements, partitions, _left(layouts, placements, combination, chosen)))
     busiest = max((c.imbalance for c in chosen.values() if _is_new(c, layouts)), default=1.0)
     cost = math.ceil(busiest * sum(map(_cost, plans)))
     return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), cost, busiest)
 
 
-def _is_new(cut: Cut, layouts: Sequence[Layout]) -> bool:
+def _is_new(partition: Partition, layouts: Sequence[Layout]) -> bool:
     """Whether it is the partition that torch.chunk makes of a dim that no input is sharded along."""
-    return cut.kind == "chunk" and not any(cut is c for layout in layouts for c in layout.cuts)
+    return partition.kind == "chunk" and not any(partition is c for layout in layouts for c in layout.partitions)
 
 
 def _left(
     layouts: Sequence[Layout],
     placements: Sequence[Placement],
     combination: Sequence[Strategy],
-    chosen: dict[int, Cut],
+    chosen: dict[int, Partition],
 ) -> tuple[int, ...]:
     """The mesh dims of `OutputPlan.left`."""
 
@@ -286,9 +293,9 @@ def _cost(plan: Plan) -> int:
 def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:
     """Bytes of reducing what a choice leaves as terms, where inputs have to be moved to get there.
 
-    Without it, moving two small factors so that their products are cut along the dim that is summed over looks cheap,
-    however large the product: scores of an attention over a cut sequence would be terms of full size on every rank.
-    Where nothing moves, terms are what the inputs' layouts lead to, and may never have to be reduced.
+    Without it, moving two small factors so that their products are sharded along the dim that is summed over looks
+    cheap, however large the product: scores of an attention over a sharded sequence would be terms of full size on
+    every rank. Where nothing moves, terms are what the inputs' layouts lead to, and may never have to be reduced.
     """
     partial = [[m for m, p in enumerate(o.placements) if isinstance(p, Partial)] for o in choice.outputs]
     if produced is None or not any(partial) or not choice.communicates:
@@ -316,25 +323,25 @@ def _return_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -
 def _collect(
     placements: Sequence[Placement],
     combination: Sequence[Strategy],
-    chosen: dict[int, Cut],
+    chosen: dict[int, Partition],
     transforms: dict[int, Strategy],
-) -> dict[int, Cut] | None:
-    """Cuts by tensor dim; None if two strategies cut one dim, or a cut cannot be expressed."""
-    cuts: dict[int, Cut] = {}
+) -> dict[int, Partition] | None:
+    """Partitions by tensor dim; None if two strategies sharded one dim, or a partition cannot be expressed."""
+    partitions: dict[int, Partition] = {}
     owner: dict[int, int] = {}
     for placement, strategy in zip(placements, combination, strict=True):
         if not isinstance(placement, Shard):
             continue
         if owner.setdefault(placement.dim, id(strategy)) != id(strategy):
             return None
-        cut: Cut | None = chosen[id(strategy)]
-        if id(strategy) in transforms and strategy.on_cut is not None:
-            assert cut is not None
-            cut = strategy.on_cut(cut)
-        if cut is None:
+        partition: Partition | None = chosen[id(strategy)]
+        if id(strategy) in transforms and strategy.on_partition is not None:
+            assert partition is not None
+            partition = strategy.on_partition(partition)
+        if partition is None:
             return None
-        cuts[placement.dim] = cut
-    return cuts
+        partitions[placement.dim] = partition
+    return partitions
 
 
 def whole_plan(layout: Layout) -> Plan:

@@ -3,7 +3,7 @@
 from shardcompile.ops.attention import sharded as attention
 from shardcompile.ops.foreach import sharded as foreach
 from shardcompile.ops.fourier import sharded as fourier
-from shardcompile.ops.index import added_rows, counts, in_range
+from shardcompile.ops.index import counts, in_range, index_add
 from shardcompile.ops.index import kernels as index_kernels
 from shardcompile.ops.index import rule as index_rule
 from shardcompile.ops.index import sharded as index
@@ -40,7 +40,6 @@ from shardcompile.ops.window import rule as window_rule
 from shardcompile.ops.window import sharded as window
 
 __all__ = [
-    "added_rows",
     "attention",
     "counts",
     "diagonals",
@@ -51,6 +50,7 @@ __all__ = [
     "grouped",
     "in_range",
     "index",
+    "index_add",
     "index_kernels",
     "index_rule",
     "interpolation",

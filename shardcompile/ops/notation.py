@@ -1,6 +1,6 @@
 """Rules as a line of text: ``"m k, k n -> m n"``.
 
-Each tensor input and output is a list of axis names. Along an axis that an output has, the output is cut like the
+Each tensor input and output is a list of axis names. Along an axis that an output has, the output is sharded like the
 inputs that have it; along an axis that no output has, the outputs are partial sums. An axis in brackets, ``[k]``, must
 be whole on every rank. A lone ``*`` stands for an input that is whole, whatever its shape.
 """
@@ -58,9 +58,9 @@ def split_notation(text: str) -> tuple[Axes, Axes]:
         if not _TERM.fullmatch(term):
             raise RuleError(f"{text!r}: cannot read {term!r}")
     inputs, outputs = (tuple(tuple(term.split()) for term in side) for side in parts)
-    cuttable = [[a for a in axes if not a.startswith("[")] for axes in inputs + outputs]
-    if any(len(set(axes)) < len(axes) for axes in cuttable):
-        raise RuleError(f"{text!r}: one tensor has an axis twice; a cut along it would not be one block")
+    shardable = [[a for a in axes if not a.startswith("[")] for axes in inputs + outputs]
+    if any(len(set(axes)) < len(axes) for axes in shardable):
+        raise RuleError(f"{text!r}: one tensor has an axis twice; a sharded along it would not be one shard")
     if ("*",) in outputs:
         raise RuleError(f"{text!r}: only inputs may be *")
     unknown = {a for axes in outputs for a in axes} - {a for axes in inputs for a in axes}

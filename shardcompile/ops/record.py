@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile.compat import OpOverload
 from shardcompile.errors import RuleError
-from shardcompile.layout import Layout, is_ordinary
 from shardcompile.ops.strategy import OpCall, Strategy
+from shardcompile.sharding import Layout, is_ordinary
 
 Strategies = Callable[[OpCall], Iterable[Strategy]]
 LocalArgs = Callable[[OpCall, tuple[Any, ...], Sequence[Layout], Callable[[Layout], tuple[Any, ...]]], tuple[Any, ...]]
@@ -27,7 +27,7 @@ Run = Callable[..., object]
 
 @dataclass(frozen=True)
 class Rule:
-    """How an op runs on blocks.
+    """How an op runs on local shards.
 
     Attributes:
         strategies: the legal ways along one mesh dim, besides replicating everything.
@@ -74,11 +74,11 @@ class Form:
     Attributes:
         run: the op; returns NotImplemented for what it does not serve.
         always: whether every call takes it. Otherwise those do for which the rule would have to send something. Other
-            blocks along the dims that tensors are cut along do not count.
+            shards along the dims that tensors are sharded along do not count.
         stored: which results get the strides that the op itself would give them; the others keep those they come with.
         preferred: of a call, whether it takes it also where the rule has nothing to send.
-        joined: the op on tensors into whose cut dims leading ones were flattened; NotImplemented for what is to be
-            brought to blocks of neighbouring rows first.
+        joined: the op on tensors into whose sharded dims leading ones were flattened; NotImplemented for what is to be
+            brought to shards of neighbouring rows first.
     """
 
     run: Run
@@ -100,11 +100,11 @@ class Order(enum.Enum):
     AS_A_SUM = "as the sum of its inputs; torch's fake kernels say otherwise"
     IN_ROWS = "contiguous, however its inputs are stored; torch's fake kernels say otherwise"
     OF_ROWS = "as torch's fake kernels say if all its inputs are contiguous"
-    ASKED = "as a trace finds its blocks stored, and takes for the order on all ranks"
+    ASKED = "as a trace finds its shards stored, and takes for the order on all ranks"
 
     @property
     def needs_rows(self) -> bool:
-        """Whether blocks are made contiguous inside of a trace."""
+        """Whether shards are made contiguous inside of a trace."""
         return self in (Order.AS_A_SUM, Order.IN_ROWS, Order.OF_ROWS)
 
 
@@ -114,12 +114,12 @@ class OpRecord:
 
     Attributes:
         op: the overload.
-        rule: how it runs on blocks; None if it cannot.
+        rule: how it runs on local shards; None if it cannot.
         sharded: the op in terms of others on the sharded tensors.
-        kernel: what runs on a block in its place.
+        kernel: what runs on a shard in its place.
         elementwise: whether all that it reads for an element of its result are that element of its inputs, broadcast.
         order: in which order of dims its result is stored.
-        keeps_strides: whether its result has the strides of its input, those along extents of 1 included.
+        keeps_strides: whether its result has the strides of its input, those along sizes of 1 included.
         indices: finds the index tensors among its arguments, which are looked at before anything is sent.
         check: raises what kernels raise for arguments of the global shapes, and fake kernels do not.
         shape_kernel: what is run in its place to find out the shapes and strides of its results.
@@ -127,7 +127,7 @@ class OpRecord:
         becomes: of an op that gives a tensor other memory: the tensor that its argument becomes.
         way_back: of a view op: how a write to a copied view gets back into what is viewed. Takes what is viewed, the
             new value of the view, the number of the result, and the op's other arguments.
-        copies_block: whether its view of a block has to be a copy; or a function that tells it from the layout of what
+        copies_shard: whether its view of a shard has to be a copy; or a function that tells it from the layout of what
             is viewed and that of the view.
         is_same: of a view op: whether autograd takes its result for the tensor itself, and not for a view of it.
         one_value: whether it writes one value everywhere, in whatever order.
@@ -155,7 +155,7 @@ class OpRecord:
     instead: str = ""
     becomes: Run | None = None
     way_back: Run | None = None
-    copies_block: bool | Callable[[Layout, Layout], bool] = False
+    copies_shard: bool | Callable[[Layout, Layout], bool] = False
     is_same: bool = False
     one_value: bool = False
     reads_value: bool = False
@@ -187,7 +187,7 @@ class Facts(TypedDict, total=False):
     instead: str
     becomes: Run
     way_back: Run
-    copies_block: bool | Callable[[Layout, Layout], bool]
+    copies_shard: bool | Callable[[Layout, Layout], bool]
     is_same: bool
     one_value: bool
     reads_value: bool

@@ -9,30 +9,30 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.sharding import IntLike, Layout, Partition
 
-OnCut = Callable[[Cut], Cut | None]
-"""How the cut of an output follows from the cut of the inputs; None if it cannot be expressed."""
+OnPartition = Callable[[Partition], Partition | None]
+"""How the partition of an output follows from the partition of the inputs; None if it cannot be expressed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
     """One legal way to run an op along one mesh dim.
 
-    All inputs that it shards are cut alike, and so are the outputs that it shards, unless `on_cut` says how their cut
-    follows.
+    All inputs that it shards are identically sharded, and so are the outputs that it shards, unless `on_partition`
+    says how their partition follows.
 
     Attributes:
         inputs: required placement of each tensor input, in the order of the arguments.
         outputs: placement of each tensor output; a list of tensors counts as one.
-        on_cut: the cut of sharded outputs as a function of that of the inputs.
-        other_cut: another cut that the inputs may be brought to, as a function of one that an input has.
+        on_partition: the partition of sharded outputs as a function of that of the inputs.
+        other_partition: another partition that the inputs may be brought to, as a function of one that an input has.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    on_cut: OnCut | None = None
-    other_cut: OnCut | None = None
+    on_partition: OnPartition | None = None
+    other_partition: OnPartition | None = None
 
 
 @dataclass(frozen=True)
@@ -96,22 +96,22 @@ def shard(dim: int | None) -> Placement:
 def along(
     inputs: Sequence[int | None],
     outputs: Sequence[int | str | None],
-    on_cut: OnCut | None = None,
-    other_cut: OnCut | None = None,
+    on_partition: OnPartition | None = None,
+    other_partition: OnPartition | None = None,
 ) -> Strategy:
     """The strategy that divides an axis which the tensors share.
 
     Args:
         inputs: for each input the dim of the axis, or None if it does not have it.
         outputs: for each output the same, or the reduction that is pending there.
-        on_cut: as in `Strategy`.
-        other_cut: as in `Strategy`.
+        on_partition: as in `Strategy`.
+        other_partition: as in `Strategy`.
     """
     return Strategy(
         tuple(shard(d) for d in inputs),
         tuple(Partial(o) if isinstance(o, str) else shard(o) for o in outputs),
-        on_cut,
-        other_cut,
+        on_partition,
+        other_partition,
     )
 
 

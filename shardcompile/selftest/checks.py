@@ -25,9 +25,9 @@ import shardcompile as sc
 from shardcompile.collectives import all_gather_v, all_reduce, all_to_all_v, fetch_ranges, reduce_scatter_v
 from shardcompile.collectives.transport import transport_of
 from shardcompile.collectives.transport.nccl import Nccl
-from shardcompile.collectives.transport.nccl_ways import Way, costs_to_gather, costs_to_reduce
-from shardcompile.offline import trace_offline
-from shardcompile.selftest.here import Here, same
+from shardcompile.collectives.transport.nccl_algorithms import Way, costs_to_gather, costs_to_reduce
+from shardcompile.inspect.offline import trace_offline
+from shardcompile.selftest.environment import Here, same
 from shardcompile.testing import assert_matches_single_device
 from shardcompile.testing.arrange import uneven_sizes
 
@@ -44,10 +44,10 @@ SUMMED = (torch.float32, torch.float64, torch.int64)
 
 
 def gathers(here: Here) -> str:
-    """`all_gather_v` of every dtype, over cuts with empty blocks."""
+    """`all_gather_v` of every dtype, over partitions with empty shards."""
     for dtype in ALL_DTYPES:
         x = here.drawn(ROWS, 3, dtype=dtype)
-        for sizes in here.cuts(ROWS):
+        for sizes in here.partitions(ROWS):
             found = all_gather_v(x.split(sizes)[here.rank], 0, sizes, here.group)
             assert isinstance(found, Tensor)
             same(found, x, rtol=0, atol=0)
@@ -59,7 +59,7 @@ def reductions(here: Here) -> str:
     for dtype in SUMMED:
         terms = [here.drawn(ROWS, 3, dtype=dtype, seed=r) for r in range(here.ranks)]
         total = torch.stack(terms).sum(0)
-        for sizes in here.cuts(ROWS):
+        for sizes in here.partitions(ROWS):
             found = reduce_scatter_v(terms[here.rank], 0, sizes, here.group)
             assert isinstance(found, Tensor)
             same(found, total.split(sizes)[here.rank])
@@ -70,26 +70,26 @@ def reductions(here: Here) -> str:
 def exchanges(here: Here) -> str:
     """`all_to_all_v` and `fetch_ranges`."""
     x = here.drawn(ROWS, 11)
-    cuts, others = here.cuts(ROWS), here.cuts(11)
-    for sizes, target, columns in zip(cuts, cuts[1:] + cuts[:1], others, strict=True):
-        block = x.split(sizes)[here.rank]
-        turned = all_to_all_v(block, 0, 1, sizes, columns, here.group)
+    partitions, others = here.partitions(ROWS), here.partitions(11)
+    for sizes, target, columns in zip(partitions, partitions[1:] + partitions[:1], others, strict=True):
+        shard = x.split(sizes)[here.rank]
+        turned = all_to_all_v(shard, 0, 1, sizes, columns, here.group)
         same(turned, x.split(columns, 1)[here.rank], rtol=0, atol=0)  # type: ignore[arg-type]
-        moved = fetch_ranges(block, 0, sizes, target, here.group)
+        moved = fetch_ranges(shard, 0, sizes, target, here.group)
         same(moved, x.split(target)[here.rank], rtol=0, atol=0)  # type: ignore[arg-type]
     return ""
 
 
 def speed_of_gathers(here: Here) -> str:
-    """Uneven blocks against torch's even gather of as many bytes."""
+    """Uneven shards against torch's even gather of as many bytes."""
     if here.one_process:
         return "not measured: ranks in one process take turns"
     rows = 4096 * here.ranks
     sizes = [rows * 2 * (r + 1) // (here.ranks * (here.ranks + 1)) for r in range(here.ranks)]
     sizes[-1] += rows - sum(sizes)
-    block = torch.ones(sizes[here.rank], 64, device=here.device)
+    shard = torch.ones(sizes[here.rank], 64, device=here.device)
     even, out = torch.ones(rows // here.ranks, 64, device=here.device), torch.empty(rows, 64, device=here.device)
-    ours = here.seconds(lambda: all_gather_v(block, 0, sizes, here.group))
+    ours = here.seconds(lambda: all_gather_v(shard, 0, sizes, here.group))
     torchs = here.seconds(lambda: dist.all_gather_into_tensor(out, even))
     return f"{rows * 256 / 2**20:.0f} MiB: {ours / torchs:.2f} of an even gather, {ours * 1e3:.2f} ms"
 
@@ -104,14 +104,14 @@ def ways_of_nccl(here: Here) -> str:
         return "not measured: only NCCL has several, between several ranks"
     sizes = [1024] * (here.ranks - 1) + [9 * 1024]
     x = here.drawn(sum(sizes), 64, dtype=torch.float32)
-    block, nbytes = x.split(sizes)[here.rank], [256 * n for n in sizes]
-    gathers = functools.partial(all_gather_v, block, 0, sizes, here.group)
+    shard, nbytes = x.split(sizes)[here.rank], [256 * n for n in sizes]
+    gathers = functools.partial(all_gather_v, shard, 0, sizes, here.group)
     reduces = functools.partial(reduce_scatter_v, x, 0, sizes, here.group)
     told = []
     try:
         for what, call, wanted, costs in (
             ("gather", gathers, x, costs_to_gather(nbytes, torch.cuda.nccl.version())),
-            ("reduce", reduces, block * here.ranks, costs_to_reduce(nbytes)),
+            ("reduce", reduces, shard * here.ranks, costs_to_reduce(nbytes)),
         ):
             seconds = {}
             for transport.fixed in costs:
@@ -149,14 +149,14 @@ def _windows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def ops(here: Here) -> str:
-    """Families of ops, forward and backward, eager and by one graph over three cuts."""
+    """Families of ops, forward and backward, eager and by one graph over three partitions."""
     functions = (_layers, _rows, _lookups, _windows)
     for function in functions:
         values = [here.drawn(ROWS, 4), here.drawn(4, 5, seed=1)]
         assert_matches_single_device(
             function, values, [Shard(0), None], mesh=here.mesh, steps=3, backend=["aot_eager", BACKEND]
         )
-    return f"{len(functions)} functions, one graph each over 3 cuts"
+    return f"{len(functions)} functions, one graph each over 3 partitions"
 
 
 def half_precision(here: Here) -> str:
@@ -179,7 +179,7 @@ def _attention(here: Here, ring: bool) -> str:
     dtype = torch.bfloat16 if here.on_gpu else torch.float64
     near = {"rtol": 0.05, "atol": 0.05} if here.on_gpu else {"rtol": 1e-9, "atol": 1e-9}
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    sizes = here.cuts(ROWS)[0]
+    sizes = here.partitions(ROWS)[0]
     before, sc.config.attention = sc.config.attention, "ring" if ring else "auto"
     try:
         for causal in (True, False):
@@ -190,13 +190,13 @@ def _attention(here: Here, ring: bool) -> str:
                 function(*whole).sin().sum().backward()
                 wanted = function(*whole).detach()
             for backend in ("eager", BACKEND):
-                cut = [here.cut(x, sizes, 2).requires_grad_() for x in values]
+                partition = [here.partition(x, sizes, 2).requires_grad_() for x in values]
                 call = torch.compile(function, fullgraph=True, backend=backend)
                 with sdpa_kernel(backends):
-                    found = call(*cut)
+                    found = call(*partition)
                     found.sin().sum().backward()
                 same(found.full_tensor().double(), wanted, **near)  # type: ignore[attr-defined]
-                for x, y in zip(cut, whole, strict=True):
+                for x, y in zip(partition, whole, strict=True):
                     same(x.grad.full_tensor().double(), y.grad, **near)  # type: ignore[union-attr, arg-type]
     finally:
         sc.config.attention = before
@@ -204,12 +204,12 @@ def _attention(here: Here, ring: bool) -> str:
 
 
 def attention(here: Here) -> str:
-    """torch's fused kernels on blocks."""
+    """torch's fused kernels on local shards."""
     return _attention(here, ring=False)
 
 
 def attention_by_ring(here: Here) -> str:
-    """The same with keys a block at a time."""
+    """The same with keys a shard at a time."""
     return _attention(here, ring=True)
 
 
@@ -223,8 +223,8 @@ def documents(here: Here) -> str:
     for a, b in itertools.pairwise(ends.tolist()):
         some = [x[a:b].double().transpose(0, 1) for x in (q, k, v)]
         wanted.append(nnf.scaled_dot_product_attention(some[0], some[1], some[2], is_causal=True).transpose(0, 1))
-    for sizes in here.cuts(ROWS):
-        of_query, of_key, of_value = (here.cut(x, sizes) for x in (q, k, v))
+    for sizes in here.partitions(ROWS):
+        of_query, of_key, of_value = (here.partition(x, sizes) for x in (q, k, v))
         found = sc.varlen_attention(of_query, of_key, of_value, ends, causal=True)
         same(found.full_tensor().double(), torch.cat(wanted), **near)  # type: ignore[attr-defined]
     return str(dtype).removeprefix("torch.")
@@ -252,7 +252,7 @@ class _Net(nn.Module):
 
 
 def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
-    """The model, and 64 rows for each rank in uneven blocks."""
+    """The model, and 64 rows for each rank in uneven shards."""
     torch.manual_seed(0)
     sizes = uneven_sizes(64 * mesh.size(), mesh.size(), 0)
     local = torch.randn(sizes[mesh.get_local_rank()], 4, device=mesh.device_type)
@@ -260,7 +260,7 @@ def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def training(here: Here) -> str:
-    """Three steps of AdamW, compiled, another cut each, against one process; float64."""
+    """Three steps of AdamW, compiled, another partition each, against one process; float64."""
     torch.manual_seed(0)
     assert_matches_single_device(
         _Net().double(),
@@ -320,12 +320,12 @@ def halos(here: Here) -> str:
 
     wanted = stencil(nnf.pad(x, [0, 0, 1, 1]))
     wanted.cos().sum().backward()
-    for sizes in here.cuts(ROWS):
-        cut = here.cut(x.detach(), sizes).requires_grad_()
-        found = sc.halo_map(stencil, cut, halo={0: (1, 1)}, fill=0.0, crop=False)
+    for sizes in here.partitions(ROWS):
+        partition = here.partition(x.detach(), sizes).requires_grad_()
+        found = sc.halo_map(stencil, partition, halo={0: (1, 1)}, fill=0.0, crop=False)
         same(found.full_tensor(), wanted.detach())
         found.cos().sum().backward()
-        same(cut.grad.full_tensor(), x.grad)  # type: ignore[union-attr, arg-type]
+        same(partition.grad.full_tensor(), x.grad)  # type: ignore[union-attr, arg-type]
     return ""
 
 
@@ -335,8 +335,8 @@ def routing(here: Here) -> str:
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         destination = torch.randint(here.ranks if seed else 1, [ROWS], generator=generator).to(here.device)
-        sizes = here.cuts(ROWS)[seed]
-        rows, route = sc.route_rows(here.cut(x, sizes), here.cut(destination, sizes))
+        sizes = here.partitions(ROWS)[seed]
+        rows, route = sc.route_rows(here.partition(x, sizes), here.partition(destination, sizes))
         same(route.back(rows * 2).full_tensor(), x * 2)  # type: ignore[attr-defined]
     return ""
 
@@ -345,26 +345,26 @@ def neighbours(here: Here) -> str:
     """`neighbors.knn` against all distances."""
     x = here.drawn(ROWS, 3)
     wanted = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False)
-    for sizes in here.cuts(ROWS):
-        found = sc.neighbors.knn(here.cut(x, sizes), here.cut(x, sizes), 3)
+    for sizes in here.partitions(ROWS):
+        found = sc.neighbors.knn(here.partition(x, sizes), here.partition(x, sizes), 3)
         same(found.numbers.full_tensor(), wanted.indices)  # type: ignore[attr-defined]
     return ""
 
 
 def checkpoints(here: Here) -> str:
-    """Saved in one cut, loaded in another."""
+    """Saved in one partition, loaded in another."""
     # Heavy, and only this check needs it.
     import torch.distributed.checkpoint as dcp
 
     x = here.drawn(ROWS, 3)
-    cuts = here.cuts(ROWS)
+    partitions = here.partitions(ROWS)
     folder: list[Any] = [None]
     if here.rank == 0:
         folder[0] = tempfile.mkdtemp()
     dist.broadcast_object_list(folder)
-    dcp.save({"x": here.cut(x, cuts[0])}, checkpoint_id=folder[0])
-    for sizes in cuts:
-        state = {"x": here.cut(torch.zeros_like(x), sizes)}
+    dcp.save({"x": here.partition(x, partitions[0])}, checkpoint_id=folder[0])
+    for sizes in partitions:
+        state = {"x": here.partition(torch.zeros_like(x), sizes)}
         dcp.load(state, checkpoint_id=folder[0])
         same(state["x"].full_tensor(), x, rtol=0, atol=0)
     dist.barrier()
@@ -374,14 +374,16 @@ def checkpoints(here: Here) -> str:
 
 
 def redistribution(here: Here) -> str:
-    """Between cuts, from rows to columns, and to all."""
+    """Between partitions, from rows to columns, and to all."""
     x = here.drawn(ROWS, 11)
-    for sizes, other, columns in zip(here.cuts(ROWS), here.cuts(ROWS)[::-1], here.cuts(11), strict=True):
-        cut = here.cut(x, sizes)
+    for sizes, other, columns in zip(
+        here.partitions(ROWS), here.partitions(ROWS)[::-1], here.partitions(11), strict=True
+    ):
+        partition = here.partition(x, sizes)
         for target, placed in ((other, Shard(0)), (columns, Shard(1))):
-            moved = cut.redistribute(placements=[placed], sharding_shapes={0: target})
+            moved = partition.redistribute(placements=[placed], sharding_shapes={0: target})
             same(moved.to_local(), x.split(target, placed.dim)[here.rank], rtol=0, atol=0)
-        same(cut.redistribute(placements=[Replicate()]).to_local(), x, rtol=0, atol=0)
+        same(partition.redistribute(placements=[Replicate()]).to_local(), x, rtol=0, atol=0)
     return ""
 
 

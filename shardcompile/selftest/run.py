@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.collectives.transport import device_type
 from shardcompile.selftest.checks import CHECKS
-from shardcompile.selftest.here import Here
+from shardcompile.selftest.environment import Here
 from shardcompile.testing import once
 
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import Layout
 from shardcompile.tensor.autograd import Promote, redistributed
 from shardcompile.tensor.repeated import promote
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile.dispatch.calls import replicated_spec
 from shardcompile.errors import LayoutError, RedistributeError
-from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, has_runs, normalize_placements
 from shardcompile.ops.support.strides import in_order
 from shardcompile.ops.view.joined import layout_in_one_piece
-from shardcompile.plan import find_plan, target_layout
+from shardcompile.planning import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import Layout, Spec, contiguous_stride, dense_stride, has_runs, normalize_placements
 
 S = TypeVar("S", bound=Sharded)
 
@@ -68,7 +68,7 @@ def redistributed(x: S, layout: Layout, async_op: bool = False, backward_dtype: 
 
 
 def in_one_piece(x: S) -> S:
-    """A tensor in blocks of neighbouring rows, differentiably; itself if it has these."""
+    """A tensor sharded of neighbouring rows, differentiably; itself if it has these."""
     layout = x._spec.layout
     return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
 
@@ -76,7 +76,7 @@ def in_one_piece(x: S) -> S:
 def _resolve(x: Tensor) -> Tensor:
     """A view, or a copy if `x` is conjugated or negated lazily. Below `__torch_dispatch__` nothing reads these flags.
 
-    It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
+    It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty shard is a tensor of its own.
     """
     x = x.detach()
     if x._is_zerotensor():  # zeros without memory: of autograd's own making
@@ -94,21 +94,21 @@ def sharded_gradient(grad: Tensor, cls: type[Sharded], layout: Layout) -> Sharde
 
 
 class FromLocal(torch.autograd.Function):
-    """From this rank's block to the sharded tensor."""
+    """From this rank's local shard to the sharded tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: type[Sharded], spec: Spec) -> Sharded:
-        """Wrap a block, or a copy where it is not stored as the strides say: views are decided on these."""
+        """Wrap a shard, or a copy where it is not stored as the strides say: views are decided on these."""
         ctx.cls, ctx.layout = cls, spec.layout
         return cls._wrap(in_order(_resolve(local), spec.stride), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Hand out this rank's block of the gradient."""
+        """Hand out this rank's local shard of the gradient."""
         grad = sharded_gradient(grad, ctx.cls, ctx.layout)
         grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
-        block, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
-        return block if terms == 1 else block / terms, None, None
+        shard, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
+        return shard if terms == 1 else shard / terms, None, None
 
 
 def _averaged_terms(layout: Layout) -> int:
@@ -118,7 +118,7 @@ def _averaged_terms(layout: Layout) -> int:
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             if placement.reduce_op != "avg":
                 raise RedistributeError(
-                    f"the block of {layout.describe()} is a term that has no gradient of its own; only sums and "
+                    f"the shard of {layout.describe()} is a term that has no gradient of its own; only sums and "
                     "averages of terms have. Redistribute, then take the gradient of the tensor"
                 )
             terms *= count
@@ -126,35 +126,35 @@ def _averaged_terms(layout: Layout) -> int:
 
 
 def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Layout:
-    """The layout of a gradient whose blocks are the gradients of the ranks' blocks.
+    """The layout of a gradient whose shards are the gradients of the ranks' shards.
 
     Raises:
-        LayoutError: the blocks would have other shapes.
+        LayoutError: the shards would have other shapes.
     """
     wanted = normalize_placements(grad_placements, layout.mesh, layout.ndim)
     result = target_layout(layout, wanted)
-    pairs = zip(layout.cuts, result.cuts, strict=True)
-    if not all(a is b or (a is not None and a.same_blocks(b)) for a, b in pairs):
+    pairs = zip(layout.partitions, result.partitions, strict=True)
+    if not all(a is b or (a is not None and a.same_shards(b)) for a, b in pairs):
         raise LayoutError(
-            f"grad_placements {list(wanted)} would give the gradient of a block of another shape than the block of "
+            f"grad_placements {list(wanted)} would give the gradient of a shard of another shape than the shard of "
             f"{layout.describe()}; only Replicate and Partial can stand for one another"
         )
     return result
 
 
 class ToLocal(torch.autograd.Function):
-    """From the sharded tensor to this rank's block."""
+    """From the sharded tensor to this rank's local shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, grad_layout: Layout | None) -> Tensor:
-        """Unwrap the block."""
+        """Unwrap the shard."""
         ctx.cls = type(x)
         ctx.layout = grad_layout if grad_layout is not None else x._spec.layout.reduced()
-        return torch.ops.aten.alias.default(x._local_tensor)  # `view` would give other strides to extents of 1
+        return torch.ops.aten.alias.default(x._local_tensor)  # `view` would give other strides to sizes of 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Take the block of the gradient as such."""
+        """Take the shard of the gradient as such."""
         layout = ctx.layout.with_dtype(grad.dtype)
         spec = Spec.of(layout, contiguous_stride(layout.shape))
         return FromLocal.apply(grad, ctx.cls, spec), None

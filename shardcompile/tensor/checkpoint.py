@@ -1,8 +1,8 @@
-"""Saving and loading: what `torch.distributed.checkpoint` asks a tensor in blocks for.
+"""Saving and loading: what `torch.distributed.checkpoint` asks a tensor sharded for.
 
-A rank writes its block with the place where it starts in the global tensor. It reads the part of whatever was saved
-that its block covers. So a checkpoint fits any other world size, mesh, placement and cut, plain tensors and DTensors;
-nothing is gathered. If several ranks hold the same block, torch keeps one.
+A rank writes its shard with the place where it starts in the global tensor. It reads the part of whatever was saved
+that its shard covers. So a checkpoint fits any other world size, mesh, placement and sharded, plain tensors and
+DTensors; nothing is gathered. If several ranks hold the same shard, torch keeps one.
 
 Protocol: `torch.distributed._checkpointable` (2.11 to 2.15).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat.state_dicts import teach_state_dicts
 from shardcompile.errors import ShardError
-from shardcompile.layout import Layout
+from shardcompile.sharding import Layout
 
 if TYPE_CHECKING:
     # Whoever calls this has imported it; others need not pay.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def write_items(name: str, x: ShardTensor) -> list[WriteItem]:
-    """What this rank writes for a tensor: its block, unless that is empty.
+    """What this rank writes for a tensor: its shard, unless that is empty.
 
     Args:
         name: under which it is saved.
@@ -59,8 +59,8 @@ def write_items(name: str, x: ShardTensor) -> list[WriteItem]:
 def chunks(x: ShardTensor) -> list[ChunkStorageMetadata]:
     """The part of the global tensor that this rank holds: one box, or none.
 
-    A checkpoint knows a part by its name and where it starts, as the block behind an empty one does, too: so an empty
-    block is no part. A tensor without elements is held by the first rank of the mesh, so that the checkpoint knows it.
+    A checkpoint knows a part by its name and where it starts, as the shard behind an empty one does, too: so an empty
+    shard is no part. A tensor without elements is held by the first rank of the mesh, so that the checkpoint knows it.
     """
     # Whoever calls this has imported it; others need not pay.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -84,11 +84,11 @@ def chunks(x: ShardTensor) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
 
 
-def block(x: ShardTensor, index: MetadataIndex) -> Tensor:
-    """The block from which a part is written, or into which it is read.
+def shard(x: ShardTensor, index: MetadataIndex) -> Tensor:
+    """The shard from which a part is written, or into which it is read.
 
     Raises:
-        ValueError: this rank's block starts somewhere else.
+        ValueError: this rank's local shard starts somewhere else.
     """
     starts = [chunk.offsets for chunk in chunks(x)]
     if index.offset is not None and torch.Size(index.offset) not in starts:
@@ -100,7 +100,7 @@ def block(x: ShardTensor, index: MetadataIndex) -> Tensor:
     return local.detach()
 
 
-def cut_like(full: Tensor, like: ShardTensor) -> ShardTensor:
+def shard_like(full: Tensor, like: ShardTensor) -> ShardTensor:
     """Full values in the layout of another tensor; every rank has the full values.
 
     Args:
@@ -110,14 +110,14 @@ def cut_like(full: Tensor, like: ShardTensor) -> ShardTensor:
     layout: Layout = like._spec.layout
     if layout.is_partial:
         raise ShardError(f"full values cannot be put into {layout.describe()}, a pending reduction")
-    mine = full[layout.block_slices(compat.coordinate(layout.mesh))] if full.ndim else full
+    mine = full[layout.shard_slices(compat.coordinate(layout.mesh))] if full.ndim else full
     fresh = torch.empty_like(like._local_tensor).copy_(mine.detach())
     return like._wrap_like(like, fresh)
 
 
 def teach(sharded: type[ShardTensor]) -> None:
-    """Have ``get_state_dict`` and its kin gather, offload and cut tensors in blocks."""
-    teach_state_dicts(sharded, cut_like)
+    """Have ``get_state_dict`` and its kin gather, offload and sharded tensors sharded."""
+    teach_state_dicts(sharded, shard_like)
 
 
 # torch.save
@@ -129,19 +129,19 @@ def saver() -> int:
 
 
 def check_saver(rank: int, layout: Layout) -> None:
-    """Refuse the block of another rank.
+    """Refuse the shard of another rank.
 
     Args:
-        rank: that has pickled the block, see `saver`.
+        rank: that has pickled the shard, see `saver`.
         layout: of the tensor.
 
     Raises:
-        ShardError: a block of another rank, which would silently stand for this rank's own.
+        ShardError: a shard of another rank, which would silently stand for this rank's own.
     """
     here = saver()
     if -1 not in (here, rank) and here != rank and not layout.is_replicated:
         raise ShardError(
-            f"this is the block that rank {rank} had of {layout.describe()}, and this is rank {here}. A file of "
-            "torch.save, or a pickled tensor, holds one rank's block. Save with torch.distributed.checkpoint, which "
+            f"this is the shard that rank {rank} had of {layout.describe()}, and this is rank {here}. A file of "
+            "torch.save, or a pickled tensor, holds one rank's shard. Save with torch.distributed.checkpoint, which "
             "can be loaded on any ranks, or save and send x.full_tensor()"
         )

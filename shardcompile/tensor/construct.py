@@ -1,4 +1,4 @@
-"""Finds the layout of a tensor that is made of blocks."""
+"""Finds the layout of a tensor that is made of shards."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import cut_of_sizes, symbolic_cut
+from shardcompile.collectives import partition_of_sizes, symbolic_partition
 from shardcompile.errors import LayoutError
-from shardcompile.layout import QUANTIZED, Cut, IntLike, Layout, Spec, digest_of, normalize_placements
+from shardcompile.sharding import QUANTIZED, IntLike, Layout, Partition, Spec, digest_of, normalize_placements
 from shardcompile.tensor.inputs import (
     DTYPES,
     Coordinate,
@@ -31,14 +31,14 @@ from shardcompile.tensor.inputs import (
 )
 
 Sizes = Sequence[Any] | Tensor
-"""Sizes of all blocks along a dim: ints, whole block shapes, or a tensor of integers, the same on every rank."""
+"""Sizes of all shards along a dim: ints, whole shard shapes, or a tensor of integers, the same on every rank."""
 
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sizes]
-_Blocks = dict[tuple[int, ...], list[int]]
-"""Shapes of blocks by mesh coordinate."""
+_Shards = dict[tuple[int, ...], list[int]]
+"""Shapes of shards by mesh coordinate."""
 
 
-def layout_of_block(
+def layout_of_shard(
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement] | None,
@@ -46,19 +46,19 @@ def layout_of_block(
     global_shape: Sequence[int] | None,
     run_check: bool,
 ) -> Layout:
-    """The layout of the tensor of which `local` is this rank's block.
+    """The layout of the tensor of which `local` is this rank's local shard.
 
     Raises:
         LayoutError: anything does not fit together.
     """
     if compat.coordinate(mesh) is None:
-        raise LayoutError(f"rank {dist.get_rank()} is not among the ranks of {mesh}: only these can hold blocks")
+        raise LayoutError(f"rank {dist.get_rank()} is not among the ranks of {mesh}: only these can hold shards")
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
     if compat.is_fake(local) or not (run_check or infer):
         check_kind("from_local", kind_of(local, mesh))  # else when all ranks know of it
-    blocks: _Blocks | None = None
+    shards: _Shards | None = None
     if compat.is_fake(local):
         compat.trace_size_obliviously()
         if run_check:
@@ -67,8 +67,8 @@ def layout_of_block(
             return _layout_of_symbols(local, mesh, placements, sharding_shapes, global_shape)
     elif run_check or infer:
         # Before anything that may fail on one rank alone: the others would wait for it.
-        blocks = _agreed_blocks(local, mesh, placements, sharding_shapes, global_shape)
-    layout = _layout_as_asked(local, mesh, placements, sharding_shapes, global_shape, blocks)
+        shards = _agreed_shards(local, mesh, placements, sharding_shapes, global_shape)
+    layout = _layout_as_asked(local, mesh, placements, sharding_shapes, global_shape, shards)
     problem = _problem(local, layout, global_shape)
     if run_check:
         _check_ranks(local, layout, problem)
@@ -100,19 +100,19 @@ def _layout_of_symbols(
     """Inside a trace, where nothing can be sent: sizes to infer, or that are no constants, become known at run time."""
     if mesh.ndim > 1 or global_shape is not None:
         raise LayoutError(
-            "inside a compiled function from_local takes block sizes that are not constants on 1-D meshes only, and "
+            "inside a compiled function from_local takes shard sizes that are not constants on 1-D meshes only, and "
             f"without global_shape; here sharding_shapes={shapes!r} on {mesh}. "
             "Call it outside"
         )
     stated = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
-    cuts: list[Cut | None] = [None] * local.ndim
+    partitions: list[Partition | None] = [None] * local.ndim
     if isinstance(stated[0], Shard):
         dim = stated[0].dim
         sizes = None if isinstance(shapes, str) else _sizes_stated(shapes, stated, dim)
-        shape[dim], key = symbolic_cut(local, dim, sizes, compat.group_name_of(mesh, 0))
-        cuts[dim] = Cut.traced([0], mesh.shape, shape[dim], key, local.shape[dim])
-    return Layout.of(mesh, stated, shape, local.dtype, cuts)
+        shape[dim], key = symbolic_partition(local, dim, sizes, compat.group_name_of(mesh, 0))
+        partitions[dim] = Partition.traced([0], mesh.shape, shape[dim], key, local.shape[dim])
+    return Layout.of(mesh, stated, shape, local.dtype, partitions)
 
 
 def _has_symbols(sharding_shapes: ShardingShapes) -> bool:
@@ -131,20 +131,20 @@ def _layout_as_asked(
     placements: Sequence[Placement],
     sharding_shapes: ShardingShapes,
     global_shape: Sequence[int] | None,
-    blocks: _Blocks | None,
+    shards: _Shards | None,
 ) -> Layout:
     stated = normalize_placements(placements, mesh, local.ndim)
     if isinstance(sharding_shapes, Mapping):
         return _stated_layout(local, mesh, stated, sharding_shapes)
     if sharding_shapes == "infer":
-        assert blocks is not None, "exchanged before"
-        return _layout_of_shapes(blocks, mesh, stated, local.dtype)
+        assert shards is not None, "exchanged before"
+        return _layout_of_shapes(shards, mesh, stated, local.dtype)
     if sharding_shapes != "chunk":
         raise LayoutError(f'sharding_shapes must be "infer", "chunk" or a mapping, got {sharding_shapes!r}')
     if global_shape is None:
         raise LayoutError('sharding_shapes="chunk" needs global_shape')
     if len(global_shape) != local.ndim:
-        raise LayoutError(f"global_shape {tuple(global_shape)} for a block of {local.ndim} dims")
+        raise LayoutError(f"global_shape {tuple(global_shape)} for a shard of {local.ndim} dims")
     return Layout.chunked(mesh, stated, tuple(global_shape), local.dtype)
 
 
@@ -152,18 +152,18 @@ def _problem(local: Tensor, layout: Layout, global_shape: Sequence[int] | None) 
     expected = layout.local_shape(compat.coordinate(layout.mesh))
     if len(expected) != local.ndim or any(a != b for a, b in zip(expected, local.shape, strict=True)):
         return (
-            f"this rank's block has shape {tuple(local.shape)}, but {layout.describe()} gives it {expected}: "
+            f"this rank's local shard has shape {tuple(local.shape)}, but {layout.describe()} gives it {expected}: "
             "sharding_shapes or global_shape do not match the tensor"
         )
     if global_shape is not None and tuple(global_shape) != layout.shape:
-        return f"global_shape is {tuple(global_shape)}, but the blocks add up to {layout.shape} ({layout.describe()})"
+        return f"global_shape is {tuple(global_shape)}, but the shards add up to {layout.shape} ({layout.describe()})"
     return None
 
 
-def stated_cuts(
+def stated_partitions(
     now: Layout, placements: Sequence[Placement], shapes: Mapping[int, Sizes] | None, fixed: bool
-) -> dict[int, Cut]:
-    """Cuts by tensor dim that a mapping from mesh dim to block sizes stands for.
+) -> dict[int, Partition]:
+    """Partitions by tensor dim that a mapping from mesh dim to shard sizes stands for.
 
     Args:
         now: for the mesh and the global shape.
@@ -172,19 +172,20 @@ def stated_cuts(
         fixed: whether the sizes become part of the program, as they do inside a trace.
 
     Raises:
-        LayoutError: a mesh dim shards nothing, or the sizes do not add up to the global extent.
+        LayoutError: a mesh dim shards nothing, or the sizes do not add up to the global size.
     """
-    cuts: dict[int, Cut] = {}
+    partitions: dict[int, Partition] = {}
     for mesh_dim, values in (shapes or {}).items():
         dim = _require_shard(placements, mesh_dim)
-        cut = _stated_cut(now.mesh, placements, dim, values, fixed, now.shape[dim])
-        if isinstance(now.shape[dim], int) and cut.extent != now.shape[dim]:
+        partition = _stated_partition(now.mesh, placements, dim, values, fixed, now.shape[dim])
+        if isinstance(now.shape[dim], int) and partition.size != now.shape[dim]:
             raise LayoutError(
-                f"sharding_shapes {list(cut.sizes)} for mesh dim {mesh_dim} add up to {cut.extent}, but tensor dim "
-                f"{dim} has extent {now.shape[dim]} ({now.describe()})"
+                f"sharding_shapes {list(partition.sizes)} for mesh dim {mesh_dim} add up to {partition.size}, but "
+                f"tensor dim "
+                f"{dim} has size {now.shape[dim]} ({now.describe()})"
             )
-        cuts[dim] = cut
-    return cuts
+        partitions[dim] = partition
+    return partitions
 
 
 def _require_shard(placements: Sequence[Placement], mesh_dim: int) -> int:
@@ -195,24 +196,24 @@ def _require_shard(placements: Sequence[Placement], mesh_dim: int) -> int:
     return placement.dim
 
 
-def _stated_cut(
+def _stated_partition(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     dim: int,
     values: Sizes,
     fixed: bool,
-    extent: IntLike | None = None,
-    block: IntLike | None = None,
-) -> Cut:
+    size: IntLike | None = None,
+    shard: IntLike | None = None,
+) -> Partition:
     mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
     if isinstance(values, Tensor):
-        return cut_of_sizes(values, mesh, mesh_dims, extent, block)
+        return partition_of_sizes(values, mesh, mesh_dims, size, shard)
     sizes = [_size(v, dim, values) for v in values]
-    return Cut.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes, "fixed" if fixed else "dynamic")
+    return Partition.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes, "fixed" if fixed else "dynamic")
 
 
 def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
-    """A block size as it may be stated: a whole number, or the shape of the block."""
+    """A shard size as it may be stated: a whole number, or the shape of the shard."""
     if isinstance(value, (tuple, list)) and dim < len(value):
         value = value[dim]
     try:
@@ -221,7 +222,7 @@ def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
         return operator.index(value)
     except TypeError:
         raise LayoutError(
-            f"a block size is a whole number, or the shape of the block; got {value!r} for tensor dim {dim} in "
+            f"a shard size is a whole number, or the shape of the shard; got {value!r} for tensor dim {dim} in "
             f"sharding_shapes {among!r}"
         ) from None
 
@@ -230,11 +231,11 @@ def _stated_layout(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sizes]
 ) -> Layout:
     shape = list(local.shape)
-    cuts: list[Cut | None] = [None] * local.ndim
+    partitions: list[Partition | None] = [None] * local.ndim
     for mesh_dim in shapes:
         _require_shard(placements, mesh_dim)
     for mesh_dim, placement in enumerate(placements):
-        if not isinstance(placement, Shard) or cuts[placement.dim] is not None:
+        if not isinstance(placement, Shard) or partitions[placement.dim] is not None:
             continue
         mesh_dims = [m for m, p in enumerate(placements) if p == placement]
         values = next((shapes[m] for m in reversed(mesh_dims) if m in shapes), None)
@@ -243,24 +244,24 @@ def _stated_layout(
                 f"sharding_shapes {dict(shapes)} says nothing of mesh dim {mesh_dim}, which shards "
                 f"tensor dim {placement.dim}"
             )
-        block = local.shape[placement.dim] if compat.is_fake(local) else None  # else it is compared with all others
-        cut = _stated_cut(mesh, placements, placement.dim, values, fixed=False, block=block)
-        cuts[placement.dim] = cut
-        shape[placement.dim] = cut.extent  # type: ignore[assignment]
-    return Layout.of(mesh, placements, shape, local.dtype, cuts)
+        shard = local.shape[placement.dim] if compat.is_fake(local) else None  # else it is compared with all others
+        partition = _stated_partition(mesh, placements, placement.dim, values, fixed=False, shard=shard)
+        partitions[placement.dim] = partition
+        shape[placement.dim] = partition.size  # type: ignore[assignment]
+    return Layout.of(mesh, placements, shape, local.dtype, partitions)
 
 
 # Exchanging shapes
 
 
-def _agreed_blocks(
+def _agreed_shards(
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     sharding_shapes: ShardingShapes,
     global_shape: Sequence[int] | None,
-) -> _Blocks:
-    """The shapes of all blocks, after checking that all ranks ask for the same."""
+) -> _Shards:
+    """The shapes of all shards, after checking that all ranks ask for the same."""
     request = repr((list(placements), sharding_shapes, as_tuple(global_shape)))
     given = exchange_given(Given.of(request, local, kind_of(local, mesh)), mesh)
     check_given("from_local", given)
@@ -271,39 +272,39 @@ def _agreed_blocks(
 
 
 def _layout_of_shapes(
-    shapes: _Blocks, mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
+    shapes: _Shards, mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> Layout:
     ndim = len(next(iter(shapes.values())))
-    extents: list[int] = []
-    cuts: list[Cut | None] = []
+    dim_sizes: list[int] = []
+    partitions: list[Partition | None] = []
     for dim in range(ndim):
         mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
         sizes = _sizes_along(shapes, mesh_dims, dim)
         if mesh_dims:
-            cuts.append(Cut.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes))
-            extents.append(sum(sizes))
+            partitions.append(Partition.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes))
+            dim_sizes.append(sum(sizes))
         else:
-            cuts.append(None)
-            extents.append(sizes[0])
-    return Layout.of(mesh, placements, extents, dtype, cuts)
+            partitions.append(None)
+            dim_sizes.append(sizes[0])
+    return Layout.of(mesh, placements, dim_sizes, dtype, partitions)
 
 
-def _sizes_along(shapes: _Blocks, mesh_dims: list[int], dim: int) -> list[int]:
-    """Block sizes along a tensor dim, after checking that nothing else decides them."""
+def _sizes_along(shapes: _Shards, mesh_dims: list[int], dim: int) -> list[int]:
+    """Shard sizes along a tensor dim, after checking that nothing else decides them."""
     sizes: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for coordinate, shape in sorted(shapes.items()):
-        block = tuple(coordinate[m] for m in mesh_dims)
-        size, where = sizes.setdefault(block, (shape[dim], coordinate))
+        shard = tuple(coordinate[m] for m in mesh_dims)
+        size, where = sizes.setdefault(shard, (shape[dim], coordinate))
         if size != shape[dim]:
             raise LayoutError(
-                f"the blocks do not fit together: dim {dim} has extent {size} at mesh coordinate {where} and "
+                f"the shards do not fit together: dim {dim} has size {size} at mesh coordinate {where} and "
                 f"{shape[dim]} at {coordinate}; it is sharded by mesh dims {mesh_dims} only"
             )
     return [sizes[b][0] for b in sorted(sizes)]
 
 
 class _Believed(NamedTuple):
-    """What a rank believes of a tensor: its layout, whether its block does not fit, and the block's values."""
+    """What a rank believes of a tensor: its layout, whether its shard does not fit, and the shard's values."""
 
     layout: int
     is_wrong: int
@@ -314,19 +315,19 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
     """Compare what the ranks believe; raise on all of them alike.
 
     Raises:
-        LayoutError: layouts differ, a block does not fit on some rank, or replicated values differ.
+        LayoutError: layouts differ, a shard does not fit on some rank, or replicated values differ.
     """
     mine = _Believed(digest_of(layout.describe()), int(problem is not None), checksum(local))
     rows = {c: _Believed(*r) for c, r in exchange(mine, layout.mesh).items()}
     require_same(rows, "layout", "another layout", lambda r: f"digest {r.layout:x}; here {layout.describe()}")
     bad = [c for c, r in rows.items() if r.is_wrong]
     if bad:
-        raise LayoutError(problem or f"the block at mesh coordinate {bad[0]} does not fit {layout.describe()}")
+        raise LayoutError(problem or f"the shard at mesh coordinate {bad[0]} does not fit {layout.describe()}")
     differing = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
     groups: dict[Coordinate, tuple[int, Coordinate]] = {}
     for coordinate, row in rows.items():
-        block = tuple(coordinate[m] for m in differing)
-        value, where = groups.setdefault(block, (row.values, coordinate))
+        shard = tuple(coordinate[m] for m in differing)
+        value, where = groups.setdefault(shard, (row.values, coordinate))
         if value != row.values:
             raise LayoutError(f"replicated values differ between mesh coordinates {where} and {coordinate}")
 
@@ -334,25 +335,27 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
 # Pickling
 
 
-PlainCut = tuple[str, Sequence[int], Sequence[int]]
+PlainPartition = tuple[str, Sequence[int], Sequence[int]]
 """Kind, mesh dims and sizes."""
 
-PlainParts = tuple[DeviceMesh, Sequence[Placement], Sequence[IntLike], Sequence[IntLike], Sequence[PlainCut | None]]
-"""Mesh, placements, shape, strides and cuts."""
+PlainParts = tuple[
+    DeviceMesh, Sequence[Placement], Sequence[IntLike], Sequence[IntLike], Sequence[PlainPartition | None]
+]
+"""Mesh, placements, shape, strides and partitions."""
 
 
 def plain_parts(spec: Spec) -> PlainParts:
     """A spec as a mesh, placements and numbers, which `torch.load` reads without trusting the file."""
     layout = spec.layout
-    for c in layout.cuts:
+    for c in layout.partitions:
         if c is not None:
-            c.check_in_one_piece()
-    # torch.chunk's cut of rows of which each became several elements is told by its sizes.
-    cuts = [
+            c.check_one_segment()
+    # torch.chunk's sharded of rows of which each became several elements is told by its sizes.
+    partitions = [
         None if c is None else ("dynamic" if c.kind == "chunk" and c.scale > 1 else c.kind, c.mesh_dims, c.sizes)
-        for c in layout.cuts
+        for c in layout.partitions
     ]
-    return layout.mesh, list(layout.placements), layout.shape, spec.stride, cuts
+    return layout.mesh, list(layout.placements), layout.shape, spec.stride, partitions
 
 
 def spec_of_plain_parts(
@@ -361,15 +364,15 @@ def spec_of_plain_parts(
     placements: Sequence[Placement],
     shape: Sequence[IntLike],
     stride: Sequence[IntLike],
-    cuts: Sequence[PlainCut | None],
+    partitions: Sequence[PlainPartition | None],
 ) -> Spec:
     """Inverse of `plain_parts`."""
 
-    def cut(dim: int, kind: str, mesh_dims: Sequence[int], sizes: Sequence[int]) -> Cut:
+    def partition(dim: int, kind: str, mesh_dims: Sequence[int], sizes: Sequence[int]) -> Partition:
         parts = [mesh.shape[m] for m in mesh_dims]
         if kind == "chunk":
-            return Cut.chunk(mesh_dims, parts, shape[dim])
-        return Cut.of_sizes(mesh_dims, parts, sizes, "fixed" if kind == "fixed" else "dynamic")
+            return Partition.chunk(mesh_dims, parts, shape[dim])
+        return Partition.of_sizes(mesh_dims, parts, sizes, "fixed" if kind == "fixed" else "dynamic")
 
-    found = [None if c is None else cut(dim, *c) for dim, c in enumerate(cuts)]
+    found = [None if c is None else partition(dim, *c) for dim, c in enumerate(partitions)]
     return Spec.of(Layout.of(mesh, placements, tuple(shape), dtype, found), tuple(stride))

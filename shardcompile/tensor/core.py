@@ -1,4 +1,4 @@
-"""`ShardTensor`: a tensor over a device mesh whose blocks may have any size on any rank."""
+"""`ShardTensor`: a tensor over a device mesh whose shards may have any size on any rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
-from shardcompile.layout import Layout, Spec, contiguous_stride, has_runs, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
 from shardcompile.ops.view.joined import layout_in_one_piece
-from shardcompile.plan import target_layout
+from shardcompile.planning import target_layout
+from shardcompile.sharding import Layout, Spec, contiguous_stride, has_runs, normalize_placements
 from shardcompile.tensor import checkpoint, construct, promotion
 from shardcompile.tensor.arguments import (
     IN_PLACE,
@@ -55,15 +55,15 @@ _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
 
 class ShardTensor(Traced):
-    """A tensor whose blocks, of any size, lie on the ranks of a mesh.
+    """A tensor whose shards, of any size, lie on the ranks of a mesh.
 
-    It has the global shape and behaves as the plain tensor would; `to_local` gives this rank's block. Made by
+    It has the global shape and behaves as the plain tensor would; `to_local` gives this rank's local shard. Made by
     `from_local`, `scatter_tensor`, `distribute_tensor` and the factories.
     """
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
-        """Wrap a block; for users there is `from_local`."""
+        """Wrap a shard; for users there is `from_local`."""
         self = cls._wrap(local, spec)
         if requires_grad:
             self.requires_grad_()
@@ -140,22 +140,22 @@ class ShardTensor(Traced):
         global_shape: Sequence[int] | None = None,
         run_check: bool = False,
     ) -> ShardTensor:
-        """The sharded tensor of which every rank holds a block. Differentiable.
+        """The sharded tensor of which every rank holds a shard. Differentiable.
 
         Args:
-            local_tensor: this rank's block; any number of rows along sharded dims, also none. The tensor shares the
-                memory of a block that is contiguous. One that is stored otherwise (transposed, with gaps, expanded) is
-                copied, so that all ranks hold blocks of one order whatever they were given.
+            local_tensor: this rank's local shard; any number of rows along sharded dims, also none. The tensor shares
+                the memory of a shard that is contiguous. One that is stored otherwise (transposed, with gaps,
+                expanded) is copied, so that all ranks hold shards of one order whatever they were given.
             device_mesh: the mesh; the current one (``with mesh:``) by default.
             placements: one for each mesh dim; Replicate by default.
             sharding_shapes: ``"infer"``: ranks exchange their shapes in one small collective and check them.
-                ``"chunk"``: the blocks are those of torch.chunk for `global_shape`. Or a mapping from mesh dim to the
-                sizes (or whole shapes) of all blocks along it. The last two do not communicate.
+                ``"chunk"``: the shards are those of torch.chunk for `global_shape`. Or a mapping from mesh dim to the
+                sizes (or whole shapes) of all shards along it. The last two do not communicate.
             global_shape: needed for ``"chunk"``, checked otherwise.
             run_check: compare layout and replicated values across ranks, whatever `sharding_shapes` is.
 
         Raises:
-            LayoutError: the blocks, placements, sizes or ranks do not fit together.
+            LayoutError: the shards, placements, sizes or ranks do not fit together.
         """
         return _from_local(local_tensor, device_mesh, placements, sharding_shapes, global_shape, run_check)
 
@@ -174,8 +174,8 @@ class ShardTensor(Traced):
         Args:
             device_mesh: must be this tensor's mesh, if given.
             placements: one for each mesh dim; the present ones by default.
-            sharding_shapes: from mesh dim to the sizes of all blocks along it. Without it a tensor dim that is sharded
-                and stays sharded keeps its cut, and a newly sharded one gets torch.chunk's.
+            sharding_shapes: from mesh dim to the all shard sizes along it. Without it a tensor dim that is sharded
+                and stays sharded keeps its partition, and a newly sharded one gets torch.chunk's.
             async_op: do not wait for the last collective; the first op on the result does.
             forward_dtype: cast to it before anything is moved; the result has it.
             backward_dtype: cast the gradient to it before it is moved back. After that it gets this tensor's dtype.
@@ -194,23 +194,23 @@ class ShardTensor(Traced):
         for before, after in zip(now.placements, wanted, strict=True):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
-        cuts = construct.stated_cuts(now, wanted, sharding_shapes, fixed=now.is_traced)
-        return redistributed(in_one_piece(self), target_layout(now, wanted, cuts), async_op, backward_dtype)
+        partitions = construct.stated_partitions(now, wanted, sharding_shapes, fixed=now.is_traced)
+        return redistributed(in_one_piece(self), target_layout(now, wanted, partitions), async_op, backward_dtype)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's block. Differentiable.
+        """This rank's shard. Differentiable.
 
         Args:
-            grad_placements: placements that the gradient of the block will have; this tensor's by default.
+            grad_placements: placements that the gradient of the shard will have; this tensor's by default.
 
         Raises:
-            RedistributeError: a reduction is pending, so that the block is a term and not a value.
-            LayoutError: the blocks of `grad_placements` have other shapes.
+            RedistributeError: a reduction is pending, so that the shard is a term and not a value.
+            LayoutError: the shards of `grad_placements` have other shapes.
         """
         layout = self.sharding
         if layout.is_partial:
             raise RedistributeError(
-                f"the block of {layout.describe()} is a term of a pending reduction, not a value; "
+                f"the shard of {layout.describe()} is a term of a pending reduction, not a value; "
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
         placed = None if grad_placements is None else gradient_layout(layout, grad_placements)
@@ -230,7 +230,7 @@ class ShardTensor(Traced):
         """A DTensor as a ShardTensor; no data moves. Differentiable.
 
         Raises:
-            UnsupportedOpError: its blocks lie in an order that ShardTensor does not have, or are sharded themselves.
+            UnsupportedOpError: its shards lie in an order that ShardTensor does not have, or are sharded themselves.
         """
         return _from_dtensor(x)
 
@@ -238,17 +238,17 @@ class ShardTensor(Traced):
         """This tensor as a DTensor; no data moves. Differentiable.
 
         Raises:
-            LayoutError: a cut is not torch.chunk's, the only one that DTensor knows.
+            LayoutError: a partition is not torch.chunk's, the only one that DTensor knows.
         """
         layout = self.sharding
-        for dim, cut in enumerate(layout.cuts):
-            if cut is None:
+        for dim, partition in enumerate(layout.partitions):
+            if partition is None:
                 continue
-            chunk = Layout.chunked(layout.mesh, layout.placements, layout.shape, layout.dtype).cuts[dim]
-            if not cut.same_blocks(chunk):
+            chunk = Layout.chunked(layout.mesh, layout.placements, layout.shape, layout.dtype).partitions[dim]
+            if not partition.same_shards(chunk):
                 raise LayoutError(
-                    f"DTensor knows only torch.chunk's cut; dim {dim} of {layout.describe()} has another. First "
-                    f"redistribute(sharding_shapes={{{cut.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
+                    f"DTensor knows only torch.chunk's sharded; dim {dim} of {layout.describe()} has another. First "
+                    f"redistribute(sharding_shapes={{{partition.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
                 )
         local = ToLocal.apply(in_one_piece(self), None)
         return DTensor.from_local(
@@ -259,7 +259,7 @@ class ShardTensor(Traced):
 
     @property
     def sharding(self) -> Layout:
-        """Mesh, placements, global shape, dtype and all block sizes."""
+        """Mesh, placements, global shape, dtype and all shard sizes."""
         return layout_in_one_piece(self._spec.layout)
 
     @property
@@ -273,19 +273,21 @@ class ShardTensor(Traced):
         return self.sharding.placements
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
-        """Where this rank's block starts, in elements.
+        """Where this rank's local shard starts, in elements.
 
         Args:
             mesh_dim: only along the tensor dim that this mesh dim shards; for all tensor dims by default.
 
         Raises:
-            UnsupportedOpError: inside a compiled function, where one graph serves every cut.
+            UnsupportedOpError: inside a compiled function, where one graph serves every partition.
         """
         layout = self.sharding
         if layout.is_traced:
             raise UnsupportedOpError(
-                f"offsets() of {layout.describe()} inside a compiled function: one graph serves every cut, and where "
-                "this rank's block starts is not known in it. Call it outside and pass torch.tensor(x.offsets()), or "
+                f"offsets() of {layout.describe()} inside a compiled function: one graph serves every partition, "
+                f"and where "
+                "this rank's local shard starts is not known in it. Call it outside and pass "
+                "torch.tensor(x.offsets()), or "
                 "let rows be numbered where they are: torch.ones_like(x).cumsum(dim)"
             )
         coordinate = compat.coordinate(layout.mesh)
@@ -311,12 +313,12 @@ class ShardTensor(Traced):
         segments = "" if not has_runs(layout) else ", in segments"
         if not layout.is_traced:  # in a trace the graph would get nodes
             layout = layout_in_one_piece(layout)
-        # A block that is still on its way is not waited for. One in a trace is not asked which rank it is of.
+        # A shard that is still on its way is not waited for. One in a trace is not asked which rank it is of.
         if local is None or (segments and not layout.is_traced):
-            block = layout.local_shape(compat.coordinate(layout.mesh))
+            shard = layout.local_shape(compat.coordinate(layout.mesh))
         else:
-            block = tuple(local.shape)
-        return f"ShardTensor({layout.describe()}, block {block}{segments}{grad})"
+            shard = tuple(local.shape)
+        return f"ShardTensor({layout.describe()}, shard {shard}{segments}{grad})"
 
     def data_ptr(self) -> int:
         """Refused: a sharded tensor has no memory of its own.
@@ -346,7 +348,7 @@ class ShardTensor(Traced):
         return list(checkpoint.chunks(self))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return checkpoint.block(self, index)
+        return checkpoint.shard(self, index)
 
     # Extension points
 
@@ -383,8 +385,8 @@ class ShardTensor(Traced):
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
 def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTensor:
-    """`asked`: the other arguments of `construct.layout_of_block`."""
-    layout = construct.layout_of_block(local, compat.mesh_itself(mesh), *asked)
+    """`asked`: the other arguments of `construct.layout_of_shard`."""
+    layout = construct.layout_of_shard(local, compat.mesh_itself(mesh), *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 

@@ -1,6 +1,6 @@
-"""`cumprod` with a gradient of scans, each of which passes on one row for every rank where the dim is cut.
+"""`cumprod` with a gradient of scans, each of which passes on one row for every rank where the dim is sharded.
 
-Torch's own looks for zeros and, in a trace, is a loop over the extent.
+Torch's own looks for zeros and, in a trace, is a loop over the size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.ops.scan import sharded as scans
-from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.ops.view.rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed, sharded_gradient
 
@@ -64,7 +64,7 @@ def cumprod(
 
 
 def _wants_gradient(x: Tensor, dim: int) -> bool:
-    """Whether there is a gradient to take, of a tensor that is cut."""
+    """Whether there is a gradient to take, of a tensor that is sharded."""
     if not isinstance(x, Sharded) or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False
-    return x.requires_grad and any(c is not None for c in x._spec.layout.cuts) and not has_known_blocks(x)
+    return x.requires_grad and any(c is not None for c in x._spec.layout.partitions) and not has_static_sizes(x)

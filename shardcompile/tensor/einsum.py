@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.ops.matmul.einsum import contract
-from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.ops.view.rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import sharded_gradient
 
@@ -63,7 +63,7 @@ def _letters(equation: object, tensors: Sequence[Tensor]) -> tuple[str, str, str
         return None
     if torch.is_autocast_enabled(tensors[0].device.type):
         return None  # which casts what torch's own multiplies
-    if not any(isinstance(t, Sharded) and _is_cut(t) and not has_known_blocks(t) for t in tensors):
+    if not any(isinstance(t, Sharded) and _is_sharded(t) and not has_static_sizes(t) for t in tensors):
         return None
     others = iter(c for c in string.ascii_letters if c not in equation)
     between = max(t.ndim - len(s.replace("...", "")) for t, s in zip(tensors, terms, strict=True))
@@ -76,15 +76,15 @@ def _letters(equation: object, tensors: Sequence[Tensor]) -> tuple[str, str, str
     return (a, b, out) if _is_plain(a, b, out, tensors) else None
 
 
-def _is_cut(x: Sharded) -> bool:
-    return any(c is not None for c in x._spec.layout.cuts)
+def _is_sharded(x: Sharded) -> bool:
+    return any(c is not None for c in x._spec.layout.partitions)
 
 
 def _is_plain(a: str, b: str, out: str, tensors: Sequence[Tensor]) -> bool:
-    """Whether each dim has a name of its own, no extent is broadcast, and nothing is summed in one tensor alone."""
+    """Whether each dim has a name of its own, no size is broadcast, and nothing is summed in one tensor alone."""
     if any(len(set(s)) < len(s) or "." in s for s in (a, b, out)) or not set(out) <= set(a + b):
         return False
     if any(t.ndim != len(s) for t, s in zip(tensors, (a, b), strict=True)) or (set(a) ^ set(b)) - set(out):
         return False
-    extents = ((tensors[0].shape[a.index(c)], tensors[1].shape[b.index(c)]) for c in set(a) & set(b))
-    return all(compat.same_symbol(m, n) for m, n in extents)
+    sizes = ((tensors[0].shape[a.index(c)], tensors[1].shape[b.index(c)]) for c in set(a) & set(b))
+    return all(compat.same_symbol(m, n) for m, n in sizes)

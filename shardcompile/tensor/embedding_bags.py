@@ -1,8 +1,8 @@
 """`embedding_bag` as a lookup and a reduction over each bag.
 
 Torch's op has flat indices and numbers at which bags start, from which nobody can tell which bags a rank has. Here bags
-of equal length stay apart, so that whatever is cut (bags, what is in them, rows or columns of the table) stays where it
-is; of bags given by offsets, each rank adds up what it has of them.
+of equal length stay apart, so that whatever is sharded (bags, what is in them, rows or columns of the table) stays
+where it is; of bags given by offsets, each rank adds up what it has of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.ops.view.rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 
@@ -78,11 +78,11 @@ def _adder(offsets: Tensor, indices: Tensor, include_last: bool) -> Callable[[Te
 def _fits(
     indices: Tensor, table: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None, padding_idx: int | None
 ) -> bool:
-    """Whether something is cut, and the arguments are what torch accepts."""
+    """Whether something is sharded, and the arguments are what torch accepts."""
     tensors = [x for x in (indices, table, weights) if isinstance(x, Tensor)]
-    if not any(c is not None for x in tensors if isinstance(x, Sharded) for c in x._spec.layout.cuts):
+    if not any(c is not None for x in tensors if isinstance(x, Sharded) for c in x._spec.layout.partitions):
         return False
-    if any(map(has_known_blocks, tensors)):
+    if any(map(has_static_sizes, tensors)):
         return False
     if table.ndim != 2 or indices.is_floating_point() or not table.is_floating_point():
         return False
@@ -104,10 +104,10 @@ def _fits(
 def _largest(rows: Any, counts: Tensor) -> Tensor:
     """The largest row of each bag by columns: the first of equal ones, and a NaN if it is the first of all."""
     rows = redistributed(rows, rows._spec.layout.reduced())
-    values, extent = rows.detach(), rows.shape[1]
-    at = torch.arange(extent, device=rows.device).unsqueeze(-1)
+    values, size = rows.detach(), rows.shape[1]
+    at = torch.arange(size, device=rows.device).unsqueeze(-1)
     numbers = torch.where(values.isnan() | ~counts, -math.inf, values)
-    best = torch.where(counts & (values == numbers.amax(1, keepdim=True)), at, extent).amin(1, keepdim=True)
-    first = torch.where(counts, at, extent).amin(1, keepdim=True)
+    best = torch.where(counts & (values == numbers.amax(1, keepdim=True)), at, size).amin(1, keepdim=True)
+    first = torch.where(counts, at, size).amin(1, keepdim=True)
     starts_with_nan = (values.isnan() & (at == first)).any(1, keepdim=True)
     return torch.where(at == torch.where(starts_with_nan, first, best), rows, 0).sum(1)

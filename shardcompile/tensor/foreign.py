@@ -9,29 +9,30 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile.compat.wrappers import check_before_wrapping, is_strided_shard, ranks_of
-from shardcompile.dispatch.foreign import hold_the_same_block
+from shardcompile.dispatch.foreign import hold_the_same_shard
 from shardcompile.errors import refusal
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.memory import refuse_memory
 
 
 def guard_wrappers(sharded: type) -> None:
-    """Have torch's wrappers refuse sharded tensors where they would take a block for something else.
+    """Have torch's wrappers refuse sharded tensors where they would take a shard for something else.
 
     Args:
         sharded: the class of sharded tensors.
     """
 
-    def as_block(block: object, mesh: DeviceMesh) -> None:
-        """Over ranks that hold the same block a DTensor may have it: its collectives stay among them."""
-        if isinstance(block, sharded) and not hold_the_same_block(block._spec.layout, ranks_of(mesh)):  # type: ignore[attr-defined]
+    def as_shard(shard: object, mesh: DeviceMesh) -> None:
+        """Over ranks that hold the same shard a DTensor may have it: its collectives stay among them."""
+        if isinstance(shard, sharded) and not hold_the_same_shard(shard._spec.layout, ranks_of(mesh)):  # type: ignore[attr-defined]
             raise refusal(
                 f"DTensor.from_local over {mesh}",
-                block._spec.layout.describe(),  # type: ignore[attr-defined]
-                "these ranks hold different blocks of it, and a DTensor would take each for the whole of a block of "
+                shard._spec.layout.describe(),  # type: ignore[attr-defined]
+                "these ranks hold different shards of it, and a DTensor would take each for the whole of a shard of "
                 "its own. The styles of parallelize_module wrap their inputs so",
-                "Pass x.to_dtensor() where the cut is torch.chunk's (redistribute with sharding_shapes gives that), "
-                "x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that cuts x",
+                "Pass x.to_dtensor() where the partition is torch.chunk's (redistribute with sharding_shapes gives "
+                "that), "
+                "x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that partitions x",
             )
 
     def as_whole(tensor: object) -> None:
@@ -42,20 +43,20 @@ def guard_wrappers(sharded: type) -> None:
         if isinstance(parameter, sharded):
             raise refusal(
                 wrapper,
-                f"a parameter in blocks, {parameter._spec.layout.describe()}",  # type: ignore[attr-defined]
-                "it would cut, bucket or average this rank's block as if that were the whole parameter",
-                "Parameters in blocks get complete gradients without a wrapper; exclude them from it (ignored_params "
+                f"a parameter sharded, {parameter._spec.layout.describe()}",  # type: ignore[attr-defined]
+                "it would shard, bucket or average this rank's local shard as if that were the whole parameter",
+                "Parameters sharded get complete gradients without a wrapper; exclude them from it (ignored_params "
                 "of fully_shard, ignored_states of FSDP, modules outside of the one that DDP wraps), or leave them "
-                "plain and let the wrapper cut them",
+                "plain and let the wrapper sharded them",
             )
 
     def as_input(x: object, tracer: str) -> None:
-        """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers only know whole tensors."""
+        """AOTAutograd, which `torch.compile` uses, traces shards and sizes; other tracers only know whole tensors."""
         if isinstance(x, sharded) and tracer == "compiled autograd":
             raise refusal(
                 tracer,
                 x._spec.layout.describe(),  # type: ignore[attr-defined]
-                "it would compile the backward pass for the size of this rank's block",
+                "it would compile the backward pass for the size of this rank's local shard",
                 "Set torch._dynamo.config.compiled_autograd to False: the backward pass of what torch.compile compiles "
                 "is compiled with it",
             )
@@ -65,7 +66,7 @@ def guard_wrappers(sharded: type) -> None:
                 if tracer == "make_fx"
                 else tracer,
                 x._spec.layout.describe(),  # type: ignore[attr-defined]
-                "it would take blocks for constants of the graph",
+                "it would take shards for constants of the graph",
                 "torch.compile captures sharded tensors as one graph; a graph that torch.export has made of plain "
                 "tensors runs on sharded ones",
             )
@@ -93,7 +94,7 @@ def guard_wrappers(sharded: type) -> None:
                 "Take full_tensor() of indices and values: then the result is a plain tensor, the same on every rank",
             )
 
-    check_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data, as_memory, as_part)
+    check_before_wrapping(as_shard, as_whole, as_parameter, as_input, as_data, as_memory, as_part)
 
 
 @torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words
@@ -117,7 +118,7 @@ def check_convertible(x: DTensor, sharded: type) -> None:
         raise refusal(
             "from_dtensor",
             given,
-            "its blocks are sharded tensors themselves, over other ranks",
+            "its shards are sharded tensors themselves, over other ranks",
             "Take x.full_tensor() or x.redistribute(...).to_local(), which is a ShardTensor",
         )
     if any(is_strided_shard(p) for p in x.placements):
@@ -125,7 +126,8 @@ def check_convertible(x: DTensor, sharded: type) -> None:
         raise refusal(
             "from_dtensor",
             given,
-            "its blocks lie in another order than that of the mesh dims, as those of parameters do that FSDP2 cuts "
+            "its shards lie in another order than that of the mesh dims, as those of parameters do that FSDP2 "
+            "partitions "
             "once more after tensor parallelism",
             f"First x.redistribute(placements={whole})",
         )

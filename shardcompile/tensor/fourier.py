@@ -1,4 +1,4 @@
-"""Fourier transforms of real numbers with a gradient that stays cut.
+"""Fourier transforms of real numbers with a gradient that stays sharded.
 
 Torch's own writes the gradient of the modes into zeros that are whole on every rank.
 """
@@ -17,7 +17,7 @@ from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _NORMALIZATIONS = {None: 0, "backward": 0, "ortho": 1, "forward": 2}
-"""Torch's numbers for what a transform is divided by: nothing, the root of the extents, the extents."""
+"""Torch's numbers for what a transform is divided by: nothing, the root of the sizes, the sizes."""
 
 
 class _RealTransform(torch.autograd.Function):
@@ -26,14 +26,14 @@ class _RealTransform(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, dims: list[int], normalization: int) -> Any:
         """The modes."""
-        ctx.dims, ctx.normalization, ctx.extent = dims, normalization, x.shape[dims[-1]]
+        ctx.dims, ctx.normalization, ctx.size = dims, normalization, x.shape[dims[-1]]
         return aten._fft_r2c.default(x, dims, normalization, True)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """The other half of the modes is no result: its gradient is zero."""
         last = ctx.dims[-1]
-        missing = [0] * (2 * (grad.ndim - last) - 1) + [ctx.extent - grad.shape[last]]
+        missing = [0] * (2 * (grad.ndim - last) - 1) + [ctx.size - grad.shape[last]]
         whole = torch.constant_pad_nd(grad, missing)
         return torch.real(aten._fft_c2c.default(whole, ctx.dims, ctx.normalization, False)), None, None
 
@@ -79,7 +79,7 @@ def _of_several(
 
 
 def _is_ours(x: object, dims: object, sizes: Sequence[int] | None, norm: object) -> bool:
-    """Whether there is a gradient to take of a tensor that is cut, and nothing that torch refuses."""
+    """Whether there is a gradient to take of a tensor that is sharded, and nothing that torch refuses."""
     if not isinstance(x, Sharded) or not (torch.is_grad_enabled() and x.requires_grad) or compat.is_transforming():
         return False
     if norm not in _NORMALIZATIONS or x.dtype not in (torch.float32, torch.float64):
@@ -90,7 +90,7 @@ def _is_ours(x: object, dims: object, sizes: Sequence[int] | None, norm: object)
         return False
     if any(isinstance(n, int) and (n == 0 or n < -1) for n in (*(sizes or ()), *(x.shape[d] for d in dims))):
         return False
-    return any(c is not None for c in x._spec.layout.cuts)
+    return any(c is not None for c in x._spec.layout.partitions)
 
 
 def _transform(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm: str | None) -> Tensor:
@@ -101,13 +101,13 @@ def _transform(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm
     return _RealTransform.apply(x, dims, _NORMALIZATIONS[norm])
 
 
-def _resize(x: Tensor, dim: int, extent: int) -> Tensor:
+def _resize(x: Tensor, dim: int, size: int) -> Tensor:
     now = x.shape[dim]
-    if compat.same_symbol(now, extent):
+    if compat.same_symbol(now, size):
         return x
-    if extent < now:
-        return x.narrow(dim, 0, extent)
-    return nnf.pad(x, [0] * (2 * (x.ndim - dim) - 1) + [extent - now])
+    if size < now:
+        return x.narrow(dim, 0, size)
+    return nnf.pad(x, [0] * (2 * (x.ndim - dim) - 1) + [size - now])
 
 
 FOURIER_FUNCTIONS: dict[Any, Callable[..., Any]] = {

@@ -22,9 +22,9 @@ from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.einsum import einsum
 from shardcompile.tensor.embedding_bags import embedding_bag
 from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
-from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.grouped import grouped_mm, grouped_mm_fallback
 from shardcompile.tensor.higher_order import teach_higher_order_ops
+from shardcompile.tensor.interpolation import interpolate
 from shardcompile.tensor.masked_index import has_mask
 from shardcompile.tensor.memory import MEMORY_FUNCTIONS
 from shardcompile.tensor.numbers import NUMBER_FUNCTIONS, READS_NUMBER, as_number
@@ -73,15 +73,15 @@ def _deep_copy(func: Callable[..., Sharded], x: Tensor, memo: dict[int, object])
 def _product(func: Callable[..., Tensor], x: object, weight: object, *args: object, **kwargs: object) -> Tensor:
     """`linear` and `matmul`, which flatten all leading dims of `x` into one.
 
-    A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
+    A sharded dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
     plain tensors: a view of it would be a copy otherwise, and what is written to that would be lost.
     """
     if isinstance(x, ShardTensor) and x.ndim > 2 and isinstance(weight, Tensor) and weight.ndim <= 2:
         layout = x._spec.layout
-        cut = [d for d in range(x.ndim - 1) if layout.cuts[d] is not None]
-        if cut and any(not isinstance(e, int) or e != 1 for e in layout.shape[: cut[0]]):
-            out = func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0])
-            # Not `contiguous`, which leaves strides of extents of 1 as they are: by them kernels order their results.
+        partition = [d for d in range(x.ndim - 1) if layout.partitions[d] is not None]
+        if partition and any(not isinstance(e, int) or e != 1 for e in layout.shape[: partition[0]]):
+            out = func(x.movedim(partition[0], 0), weight, *args, **kwargs).movedim(0, partition[0])
+            # Not `contiguous`, which leaves strides of sizes of 1 as they are: by them kernels order their results.
             return out.clone(memory_format=torch.contiguous_format)
     return func(x, weight, *args, **kwargs)
 
@@ -105,7 +105,7 @@ def _attend(
 ) -> object:
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
     if compat.is_compiling():
-        _tell_equal_extents(query, key, value, attn_mask)
+        _tell_equal_sizes(query, key, value, attn_mask)
         settings = config.ways_of_attention()
         compat.add_guard(lambda _: config.ways_of_attention() == settings, "attention goes as it was set")
     dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
@@ -113,10 +113,10 @@ def _attend(
         return func(query, key, value, attn_mask, *args, **kwargs)
 
 
-def _tell_equal_extents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Compare extents that have symbols of their own: torch 2.15 takes no fused kernel unless they are known as equal.
+def _tell_equal_sizes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Compare sizes that have symbols of their own: torch 2.15 takes no fused kernel unless they are known as equal.
 
-    They are global extents, so that the guards hold on all ranks or on none.
+    They are global sizes, so that the guards hold on all ranks or on none.
     """
     if not query.ndim == key.ndim == value.ndim:
         return
@@ -180,7 +180,7 @@ _OF_MODULES: Any = torch._C._nn  # what is left of `torch.nn.functional` in a gr
 
 
 def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
-    """A function that looks at where the rows of a block are, on tensors whose blocks have neighbouring rows.
+    """A function that looks at where the rows of a shard are, on tensors whose shards have neighbouring rows.
 
     Not for functions that return views: what is brought together is a value of its own.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.utils._pytree import tree_leaves
 
-from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, use_block_storages
+from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, use_shard_storages
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.sharded import Sharded
 
@@ -25,7 +25,7 @@ def control_flow_refusal(name: str, x: Sharded) -> UnsupportedOpError:
         name.removesuffix("_impl"),
         x._spec.layout.describe(),
         "torch traces its function on tensors that have no layout",
-        f"{way_out[name]}; or run it on blocks by shardcompile.local_map",
+        f"{way_out[name]}; or run it on local shards by shardcompile.local_map",
     )
 
 
@@ -38,7 +38,7 @@ def teach_higher_order_ops(sharded: type[Sharded]) -> dict[object, Callable[...,
     Returns:
         What `__torch_function__` is to do for these ops.
     """
-    use_block_storages(sharded)
+    use_shard_storages(sharded)
     run_regions_in_line(sharded)
 
     def refuse(op: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -15,8 +15,8 @@ from shardcompile import compat
 from shardcompile.collectives import all_gather_even
 from shardcompile.collectives.transport import as_bytes
 from shardcompile.errors import LayoutError
-from shardcompile.layout import digest_of
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import digest_of
 
 MAX_DIMS = 16
 """So many sizes of a tensor can be exchanged."""
@@ -179,7 +179,7 @@ def require_same(rows: Mapping[Coordinate, Row], field: str, what: str, show: Ca
     for coordinate, row in rows.items():
         if getattr(row, field) != getattr(rows[first], field):
             raise LayoutError(
-                f"the blocks do not belong together: mesh coordinate {coordinate} has {what} than {first} "
+                f"the shards do not belong together: mesh coordinate {coordinate} has {what} than {first} "
                 f"({show(row)} against {show(rows[first])})"
             )
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.collectives import SegmentOrder, cut_of_sizes, first_rows, gather_counts, order_of_segments
-from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.collectives import SegmentOrder, first_rows, gather_counts, order_of_segments, partition_of_sizes
+from shardcompile.sharding import IntLike, Layout, Partition
 
 _WITHOUT_INDEX_SELECT = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes for which torch has no kernel of `index_select`, but one of `index`."""
@@ -27,13 +27,13 @@ class KeptRows(NamedTuple):
 
     Attributes:
         size: how many there are on all ranks.
-        cut: their partition; None if every rank has all of them.
+        sharded: their partition; None if every rank has all of them.
         indices: of each row that this rank keeps its index among the elements of its shard of the mask: [n], int64.
         order: the exchange that brings them into row-major order; None if they are in it.
     """
 
     size: IntLike
-    cut: Cut | None
+    partition: Partition | None
     indices: Tensor
     order: SegmentOrder | None
 
@@ -67,7 +67,7 @@ def can_be_ordered(layout: Layout) -> bool:
     sharded = _sharded_dims(layout)
     if _is_in_order(layout):
         return True
-    one_mesh_dim = len(layout.cut_of(sharded[-1]).mesh_dims) == 1
+    one_mesh_dim = len(layout.partition_of(sharded[-1]).mesh_dims) == 1
     return one_mesh_dim and (len(sharded) == 1 or (len(sharded) == 2 and _is_led_by_ones(layout, sharded[0])))
 
 
@@ -77,7 +77,7 @@ def _is_in_order(layout: Layout) -> bool:
 
 
 def _sharded_dims(layout: Layout) -> list[int]:
-    return [d for d, cut in enumerate(layout.cuts) if cut is not None]
+    return [d for d, partition in enumerate(layout.partitions) if partition is not None]
 
 
 def _is_led_by_ones(layout: Layout, dim: int) -> bool:
@@ -93,7 +93,7 @@ def kept_rows(keep: Tensor, layout: Layout) -> KeptRows:
     """
     mesh, about = layout.mesh, math.prod(map(compat.size_hint, layout.shape))
     sharded = _sharded_dims(layout)
-    mesh_dims = [m for d in sharded for m in layout.cut_of(d).mesh_dims]
+    mesh_dims = [m for d in sharded for m in layout.partition_of(d).mesh_dims]
     if not sharded:
         size: Any = compat.keep_symbol(keep.sum().item())
         if not isinstance(size, int):
@@ -101,17 +101,19 @@ def kept_rows(keep: Tensor, layout: Layout) -> KeptRows:
             compat.suggest_hint(size, about)
         return KeptRows(size, None, _indices(keep, size), None)
     if _is_in_order(layout):
-        cut = _cut_of_counts(keep.sum().view(1), mesh, mesh_dims, about)
-        return KeptRows(cut.extent, cut, _indices(keep, cut.local_size(compat.coordinate(mesh))), None)
+        partition = _partition_of_counts(keep.sum().view(1), mesh, mesh_dims, about)
+        return KeptRows(partition.size, partition, _indices(keep, partition.local_size(compat.coordinate(mesh))), None)
     group_name = compat.group_name_of(mesh, mesh_dims[-1])
     counts = keep.flatten(sharded[-1]).sum(-1).reshape(-1)
     parts = gather_counts(torch.constant_pad_nd(counts, [0, 1]), group_name)  # also where there are no segments
-    cut = _cut_of_counts(parts.sum(1), mesh, mesh_dims, about, gathered=1)
-    block = cut.local_size(compat.coordinate(mesh))
-    return KeptRows(cut.extent, cut, _indices(keep, block), order_of_segments(parts, keep, block, group_name))
+    partition = _partition_of_counts(parts.sum(1), mesh, mesh_dims, about, gathered=1)
+    shard = partition.local_size(compat.coordinate(mesh))
+    return KeptRows(partition.size, partition, _indices(keep, shard), order_of_segments(parts, keep, shard, group_name))
 
 
-def _cut_of_counts(counts: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], about: int, gathered: int = 0) -> Cut:
+def _partition_of_counts(
+    counts: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], about: int, gathered: int = 0
+) -> Partition:
     """The partition with this rank's count of rows.
 
     Args:
@@ -123,7 +125,7 @@ def _cut_of_counts(counts: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], a
     """
     for mesh_dim in reversed(mesh_dims[: len(mesh_dims) - gathered]):
         counts = gather_counts(counts, compat.group_name_of(mesh, mesh_dim)).view(-1)
-    return cut_of_sizes(counts, mesh, mesh_dims, about=about)
+    return partition_of_sizes(counts, mesh, mesh_dims, about=about)
 
 
 def _indices(keep: Tensor, count: IntLike) -> Tensor:

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.layout import Layout
 from shardcompile.ops.view.rows import moved
 from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.sharding import Layout
+from shardcompile.tensor.aligned_rows import wrapped
 from shardcompile.tensor.autograd import Promote, ToLocal, in_one_piece, redistributed
 from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.kept_rows import KeptRows, can_be_ordered, kept_rows
-from shardcompile.tensor.of_rows import wrapped
 
 
 class Masked(NamedTuple):
@@ -48,8 +48,11 @@ class Masked(NamedTuple):
         """That of what is kept."""
         layout, first, end = self.layout, self.dim, self.dim + self.ndim
         shape = [*layout.shape[:first], self.kept.size, *layout.shape[end:]]
-        return Layout.of_cuts(
-            layout.mesh, shape, layout.dtype, [*layout.cuts[:first], self.kept.cut, *layout.cuts[end:]]
+        return Layout.of_partitions(
+            layout.mesh,
+            shape,
+            layout.dtype,
+            [*layout.partitions[:first], self.kept.partition, *layout.partitions[end:]],
         )
 
 
@@ -73,10 +76,12 @@ def masked_rows(x: Tensor, mask: Tensor, dim: int, keep: bool = True) -> Masked:
     flattened = False
     while True:
         layout = rows._spec.layout
-        of_mask = Layout.of_cuts(mesh, layout.shape[dim : dim + count], torch.bool, layout.cuts[dim : dim + count])
+        of_mask = Layout.of_partitions(
+            mesh, layout.shape[dim : dim + count], torch.bool, layout.partitions[dim : dim + count]
+        )
         if can_be_ordered(of_mask):
             return Masked(rows, dim, count, _kept_by(keeps, of_mask, mask, keep), flattened)
-        first = next(d for d, cut in enumerate(of_mask.cuts) if cut is not None)
+        first = next(d for d, partition in enumerate(of_mask.partitions) if partition is not None)
         last = first or count - 1
         rows = on_mesh(rows.flatten(dim, dim + last), mesh)
         keeps = on_mesh(wrapped(moved(keeps, of_mask), of_mask).flatten(0, last), mesh)
@@ -94,20 +99,20 @@ def _kept_by(mask: Sharded, layout: Layout, given: Tensor, keep: bool) -> KeptRo
     """
     if not compat.is_fake(mask._local_tensor):
         return kept_rows(moved(mask, layout), layout)
-    cuts = [
-        None if c is None else (c.kind, c.blocks, *map(compat.expression_of, (c.key, c.extent, c.inner, c.scale)))
-        for c in layout.cuts
+    partitions = [
+        None if c is None else (c.kind, c.shards, *map(compat.expression_of, (c.key, c.size, c.inner, c.scale)))
+        for c in layout.partitions
     ]
-    what = ("kept rows", layout.placements, *cuts, 0 if given.is_inference() else given._version)
+    what = ("kept rows", layout.placements, *partitions, 0 if given.is_inference() else given._version)
     return compat.once_for_tensor(given, what, lambda: kept_rows(moved(mask, layout), layout), keep)
 
 
 def _common_layout(layout: Layout, mask: Sharded, dim: int) -> Layout:
     """A layout of a tensor without pending reductions; sharded like its mask where it is not sharded there."""
-    layout, cuts = layout.reduced(), list(layout.cuts)
-    used = {m for cut in cuts if cut is not None for m in cut.mesh_dims}
-    if all(cut is None for cut in cuts[dim : dim + mask.ndim]):
-        for d, cut in enumerate(mask._spec.layout.cuts):
-            if cut is not None and not used & set(cut.mesh_dims):
-                cuts[dim + d] = cut
-    return Layout.of_cuts(layout.mesh, layout.shape, layout.dtype, cuts)
+    layout, partitions = layout.reduced(), list(layout.partitions)
+    used = {m for partition in partitions if partition is not None for m in partition.mesh_dims}
+    if all(partition is None for partition in partitions[dim : dim + mask.ndim]):
+        for d, partition in enumerate(mask._spec.layout.partitions):
+            if partition is not None and not used & set(partition.mesh_dims):
+                partitions[dim + d] = partition
+    return Layout.of_partitions(layout.mesh, layout.shape, layout.dtype, partitions)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import IntLike, Layout, contiguous_stride, dense_stride
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import first_row, has_known_blocks
+from shardcompile.ops.view.rows import first_row, has_static_sizes
 from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.sharding import IntLike, Layout, contiguous_stride, dense_stride
+from shardcompile.tensor.aligned_rows import wrapped
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.masked_index import is_mask, masked_index
 from shardcompile.tensor.masked_rows import Masked, masked_rows, on_mesh
-from shardcompile.tensor.of_rows import wrapped
 
 aten = torch.ops.aten
 
@@ -128,7 +128,7 @@ def _is_bool(mask: Tensor) -> bool:
 def _serves(x: Tensor, mask: Tensor, dim: int) -> bool:
     """Whether a tensor or its mask is sharded, and the mask fits."""
     layouts = [t._spec.layout for t in (x, mask) if isinstance(t, Sharded)]
-    return any(cut is not None for layout in layouts for cut in layout.cuts) and _fits(x, mask, dim)
+    return any(partition is not None for layout in layouts for partition in layout.partitions) and _fits(x, mask, dim)
 
 
 def _is_served(x: Tensor) -> TypeGuard[Sharded]:
@@ -138,7 +138,7 @@ def _is_served(x: Tensor) -> TypeGuard[Sharded]:
 
 def _fits(x: Tensor, mask: Tensor, dim: int) -> bool:
     """Whether a mask fits to what it masks; torch says what is wrong with one that does not."""
-    if not 0 < mask.ndim <= x.ndim - dim or has_known_blocks(x) or has_known_blocks(mask):
+    if not 0 < mask.ndim <= x.ndim - dim or has_static_sizes(x) or has_static_sizes(mask):
         return False
     if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape[dim : dim + mask.ndim], strict=True)):
         return False
@@ -229,12 +229,12 @@ def _stride_of_kept(x: Tensor, ndim: int, masked: Masked) -> Sequence[IntLike]:
 
 def _repeated_dims(x: Tensor, mask: Tensor) -> int:
     """Over how many trailing dims a mask was expanded, of which none is sharded."""
-    cuts = [t._spec.layout.cuts for t in (x, mask) if isinstance(t, Sharded)]
+    partitions = [t._spec.layout.partitions for t in (x, mask) if isinstance(t, Sharded)]
     count = 0
     for d in reversed(range(1, mask.ndim)):
         size, step = mask.shape[d], mask.stride(d)
         is_repeated = isinstance(size, int) and (size == 1 or (size > 1 and isinstance(step, int) and step == 0))
-        if not is_repeated or any(c[d] is not None for c in cuts):
+        if not is_repeated or any(c[d] is not None for c in partitions):
             break
         count += 1
     return count
@@ -256,9 +256,9 @@ def _indices(x: Sharded, keep: bool = True) -> Tensor:
     masked = masked_rows(mask, mask, 0, keep)
     layout, indices = masked.layout, masked.kept.indices
     columns = _unravelled(indices, masked.x._local_tensor.shape)
-    for d, cut in enumerate(layout.cuts):
-        if cut is not None:
-            first: Any = first_row(cut, layout)
+    for d, partition in enumerate(layout.partitions):
+        if partition is not None:
+            first: Any = first_row(partition, layout)
             columns[d] = columns[d] + first
     if masked.flattened:
         linear: Any = 0
@@ -267,7 +267,7 @@ def _indices(x: Sharded, keep: bool = True) -> Tensor:
         columns = _unravelled(linear, x.shape)
     rows = masked.kept.in_order(torch.stack(columns, 1))
     size = masked.kept.size
-    found = Layout.of_cuts(layout.mesh, [size, x.ndim], rows.dtype, [masked.kept.cut, None])
+    found = Layout.of_partitions(layout.mesh, [size, x.ndim], rows.dtype, [masked.kept.partition, None])
     return wrapped(rows, found, (1, max(size, 1) if isinstance(size, int) else size))  # one column after the other
 
 
@@ -329,8 +329,10 @@ def _written(x: Tensor, masked: Masked, values: Tensor, accumulate: bool, stride
     outer = wanted.ndim - values.ndim
     at = masked.dim - outer
     sizes = [wanted.shape[at + outer] if d == at else n for d, n in enumerate(values.shape)]
-    cuts = [None if d != at and _is_one(n) else wanted.cuts[d + outer] for d, n in enumerate(sizes)]
-    local = ToLocal.apply(redistributed(values, Layout.of_cuts(layout.mesh, sizes, values.dtype, cuts)), None)
+    partitions = [None if d != at and _is_one(n) else wanted.partitions[d + outer] for d, n in enumerate(sizes)]
+    local = ToLocal.apply(
+        redistributed(values, Layout.of_partitions(layout.mesh, sizes, values.dtype, partitions)), None
+    )
     rows = masked.rows()
     shape = [masked.kept.indices.shape[0] if d == masked.dim else n for d, n in enumerate(rows.shape)]
     rows = masked.kept.written(rows, local.expand(shape), masked.dim, accumulate)
@@ -349,8 +351,10 @@ def _scatter_elements(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         total: Any = masked.kept.size * width  # type: ignore[operator]
         _check_source(total, source)
         flat = on_mesh(source, masked.layout.mesh).reshape(-1).narrow(0, 0, total)
-        cut = masked.kept.cut
-        wanted = Layout.of_cuts(masked.layout.mesh, [total], flat.dtype, [None if cut is None else cut.scaled(width)])
+        partition = masked.kept.partition
+        wanted = Layout.of_partitions(
+            masked.layout.mesh, [total], flat.dtype, [None if partition is None else partition.scaled(width)]
+        )
         values = redistributed(first_sharded([flat]), wanted).view(masked.kept.size, *trailing)
         return _written(x, masked, values, False, contiguous_stride(x.shape))
 

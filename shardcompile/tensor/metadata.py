@@ -16,19 +16,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
 from shardcompile.collectives import note_partition
-from shardcompile.layout import Cut, IntLike, Layout, Spec, order_of, sizes_of_key
+from shardcompile.sharding import IntLike, Layout, Partition, Spec, order_of, sizes_of_key
 
-CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
-"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed cut, and runs. Scale and runs that are symbols are
-`_CARRIED`."""
+PartitionKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
+"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed partition, and runs. Scale and runs that are symbols
+are `_CARRIED`."""
 
 _CARRIED = 0
-"""In place of a number that is a symbol of the trace: the inner tensor ``_cut_keys`` has it in its shape."""
+"""In place of a number that is a symbol of the trace: the inner tensor ``_partition_keys`` has it in its shape."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The part of a spec that a graph is specialised on: everything but extents and dynamic sizes.
+    """The part of a spec that a graph is specialised on: everything but sizes and dynamic sizes.
 
     Equal metadata is the same object, so that the guard on it is a comparison of identities.
     """
@@ -36,31 +36,31 @@ class Metadata:
     mesh: Any
     placements: tuple[Placement, ...]
     dtype: torch.dtype
-    cuts: tuple[CutKind, ...]
+    partitions: tuple[PartitionKind, ...]
     epoch: int
     copied: bool = False
-    """Whether the block is a copy of what the tensor is a view of."""
+    """Whether the shard is a copy of what the tensor is a view of."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Metadata:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return intern_metadata, (self.mesh, self.placements, self.dtype, self.cuts, self.copied)
+        return intern_metadata, (self.mesh, self.placements, self.dtype, self.partitions, self.copied)
 
     @property
     def dynamic_dims(self) -> list[int]:
-        """Tensor dims whose key is in the shape of the inner tensor ``_cut_keys``."""
-        return [dim for dim, kind, *_ in self.cuts if kind == "dynamic"]
+        """Tensor dims whose key is in the shape of the inner tensor ``_partition_keys``."""
+        return [dim for dim, kind, *_ in self.partitions if kind == "dynamic"]
 
     @property
     def has_keys(self) -> bool:
-        """Whether there is an inner tensor ``_cut_keys``."""
-        return any(_CARRIED in (scale, runs) or kind == "dynamic" for _, kind, _, _, scale, _, runs in self.cuts)
+        """Whether there is an inner tensor ``_partition_keys``."""
+        return any(_CARRIED in (scale, runs) or kind == "dynamic" for _, kind, _, _, scale, _, runs in self.partitions)
 
     @property
     def has_stated_sizes(self) -> bool:
-        """Whether there is a cut that does not follow from the extent and the placements."""
-        return any(kind != "chunk" or scale != 1 for _, kind, _, _, scale, *_ in self.cuts)
+        """Whether there is a partition that does not follow from the size and the placements."""
+        return any(kind != "chunk" or scale != 1 for _, kind, _, _, scale, *_ in self.partitions)
 
     def stable_text(self) -> str:
         """The same text for the same metadata in every process; tells ranks of a mesh apart."""
@@ -74,7 +74,7 @@ class Metadata:
                 [compat.group_name_of(mesh, m) for m in range(mesh.ndim)],
                 [str(p) for p in self.placements],
                 str(self.dtype),
-                self.cuts,
+                self.partitions,
                 self.copied,
             )
         )
@@ -88,22 +88,22 @@ def intern_metadata(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     dtype: torch.dtype,
-    cuts: tuple[CutKind, ...],
+    partitions: tuple[PartitionKind, ...],
     copied: bool = False,
 ) -> Metadata:
     """The metadata with these parts."""
-    metadata = Metadata(mesh, placements, dtype, cuts, compat.world_epoch(), copied)
+    metadata = Metadata(mesh, placements, dtype, partitions, compat.world_epoch(), copied)
     return _INTERNED.setdefault(metadata, metadata)
 
 
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
-    """The metadata of a layout, and whether the block is a copy that has to follow another tensor."""
-    cuts = tuple(
+    """The metadata of a layout, and whether the shard is a copy that has to follow another tensor."""
+    partitions = tuple(
         (d, c.kind, c.mesh_dims, c.inner, _stated(c.scale), c.sizes if c.kind == "fixed" else (), _stated(c.runs))
-        for d, c in enumerate(layout.cuts)
+        for d, c in enumerate(layout.partitions)
         if c is not None
     )
-    return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts, copied)
+    return intern_metadata(layout.mesh, layout.placements, layout.dtype, partitions, copied)
 
 
 def _stated(number: IntLike) -> int:
@@ -112,15 +112,15 @@ def _stated(number: IntLike) -> int:
 
 def _carried(layout: Layout, metadata: Metadata) -> list[IntLike]:
     """The numbers of a layout that a graph has as symbols, in the order of the metadata."""
-    cuts = [(layout.cut_of(dim), scale, runs) for dim, _, _, _, scale, _, runs in metadata.cuts]
-    return [n for c, scale, runs in cuts for n, known in ((c.scale, scale), (c.runs, runs)) if known == _CARRIED]
+    partitions = [(layout.partition_of(dim), scale, runs) for dim, _, _, _, scale, _, runs in metadata.partitions]
+    return [n for c, scale, runs in partitions for n, known in ((c.scale, scale), (c.runs, runs)) if known == _CARRIED]
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def of_input(layout: Layout) -> Layout:
     """The layout as which an input is traced: chunked partitions are dynamic ones, so that one graph serves both."""
-    cuts = [c and c.as_dynamic() for c in layout.cuts]
-    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+    partitions = [c and c.as_dynamic() for c in layout.partitions]
+    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 
 compat.forget_with_world(of_input.cache_clear)
@@ -128,46 +128,46 @@ compat.forget_with_world(of_input.cache_clear)
 
 def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
     """The same shards, as chunked and dynamic partitions where the metadata of a graph's tensor has these."""
-    cuts = list(layout.cuts)
-    for dim, kind, _, _, scale, *_ in metadata.cuts:
-        cut = cuts[dim]
-        if cut is None:
+    partitions = list(layout.partitions)
+    for dim, kind, _, _, scale, *_ in metadata.partitions:
+        partition = partitions[dim]
+        if partition is None:
             continue
         if kind == "dynamic":
-            cuts[dim] = cut.as_dynamic()
-        elif kind == "chunk" and cut.kind == "dynamic":
-            factor = cut.scale if scale == _CARRIED else scale
-            chunked = Cut.chunk(cut.mesh_dims, cut.parts, cut.extent // factor).scaled(factor)
-            cuts[dim] = chunked if chunked.same_blocks(cut) else cut
-    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+            partitions[dim] = partition.as_dynamic()
+        elif kind == "chunk" and partition.kind == "dynamic":
+            factor = partition.scale if scale == _CARRIED else scale
+            chunked = Partition.chunk(partition.mesh_dims, partition.parts, partition.size // factor).scaled(factor)
+            partitions[dim] = chunked if chunked.same_shards(partition) else partition
+    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 
 def is_stated_by(layout: Layout, metadata: Metadata) -> bool:
     """Whether a graph's tensor of this metadata may have this layout."""
     carried = iter(_carried(layout, metadata))
-    cuts = tuple(_filled(kind, carried) for kind in metadata.cuts)
-    stated = intern_metadata(metadata.mesh, metadata.placements, metadata.dtype, cuts, metadata.copied)
+    partitions = tuple(_filled(kind, carried) for kind in metadata.partitions)
+    stated = intern_metadata(metadata.mesh, metadata.placements, metadata.dtype, partitions, metadata.copied)
     return metadata_of(layout, metadata.copied) is stated
 
 
-def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: bool = False) -> Tensor:
-    """An empty tensor whose shape carries the keys of the dynamic cuts into a graph.
+def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bool = False) -> Tensor:
+    """An empty tensor whose shape carries the keys of the dynamic partitions into a graph.
 
     The zero comes first and strides are 0, so that no storage size overflows. Inside a trace the tensor that brought
-    the same keys in is used again, so that ops add nothing to the graph. Extents that only become known when the graph
+    the same keys in is used again, so that ops add nothing to the graph. Sizes that only become known when the graph
     runs follow the keys: torch looks for the origin of their symbols in inner tensors alone. Symbolic scales and counts
     of segments come last.
     """
-    cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
-    keys = [c.key for c in cuts]
-    if with_extents or any(compat.is_unbacked(c.extent) for c in cuts):
-        keys += [c.extent for c in cuts]
+    partitions = [layout.partition_of(d) for d in metadata.dynamic_dims]
+    keys = [c.key for c in partitions]
+    if with_sizes or any(compat.is_unbacked(c.size) for c in partitions):
+        keys += [c.size for c in partitions]
     carried = _carried(layout, metadata)
     keys += carried
-    carrier = cuts[0].carrier if cuts else None
-    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys) and all(c.carrier is carrier for c in cuts):
-        held = [*carrier.shape[1 : 1 + len(cuts)], *carrier.shape[len(carrier.shape) - len(carried) :]]
-        wanted = [*(c.key for c in cuts), *carried]
+    carrier = partitions[0].carrier if partitions else None
+    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys) and all(c.carrier is carrier for c in partitions):
+        held = [*carrier.shape[1 : 1 + len(partitions)], *carrier.shape[len(carrier.shape) - len(carried) :]]
+        wanted = [*(c.key for c in partitions), *carried]
         if all(compat.statically_known_true(a == b) for a, b in zip(held, wanted, strict=True)):
             return carrier
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
@@ -184,9 +184,9 @@ def spec_from_parts(
     """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
     shape, stride = tuple(shape), tuple(stride)
     keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
-    marks = [n for *_, scale, _, runs in metadata.cuts for n in (scale, runs) if n == _CARRIED]
+    marks = [n for *_, scale, _, runs in metadata.partitions for n in (scale, runs) if n == _CARRIED]
     carried = () if carrier is None or not marks else tuple(carrier.shape[-len(marks) :])
-    # An extent may have become a number, and the block's size along it still be a symbol of this trace.
+    # An size may have become a number, and the shard's size along it still be a symbol of this trace.
     plain = all(type(s) is int for s in (*keys, *carried, *shape, *stride, *local.shape))
     if plain:
         cache_key = (metadata, keys, carried, shape, stride)
@@ -194,12 +194,12 @@ def spec_from_parts(
         if found is not None:
             return found
     by_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
-    cuts: list[Cut | None] = [None] * len(shape)
+    partitions: list[Partition | None] = [None] * len(shape)
     numbers = iter(carried)
-    for kind in (_filled(kind, numbers) for kind in metadata.cuts):
-        cut = _cut(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
-        cuts[kind[0]] = cut if cut.blocks is not None else replace(cut, carrier=carrier)
-    spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, cuts), stride)
+    for kind in (_filled(kind, numbers) for kind in metadata.partitions):
+        partition = _partition(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
+        partitions[kind[0]] = partition if partition.shards is not None else replace(partition, carrier=carrier)
+    spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, partitions), stride)
     if plain:
         if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:
             _RUNTIME_SPECS.clear()
@@ -207,38 +207,40 @@ def spec_from_parts(
     return spec
 
 
-def _filled(kind: CutKind, carried: Iterator[Any]) -> CutKind:
+def _filled(kind: PartitionKind, carried: Iterator[Any]) -> PartitionKind:
     """A kind with the numbers that the inner tensor has."""
     dim, how, mesh_dims, inner, scale, sizes, runs = kind
     scale, runs = (next(carried) if n == _CARRIED else n for n in (scale, runs))
     return dim, how, mesh_dims, inner, scale, sizes, runs
 
 
-def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
-    cut = _cut_in_one_piece(metadata, parts_of, key, extent, local)
-    return cut if compat.is_one(parts_of[-1]) else replace(cut, runs=parts_of[-1])
+def _partition(metadata: Metadata, parts_of: PartitionKind, key: IntLike, size: IntLike, local: Tensor) -> Partition:
+    partition = _partition_of_one_segment(metadata, parts_of, key, size, local)
+    return partition if compat.is_one(parts_of[-1]) else replace(partition, runs=parts_of[-1])
 
 
-def _cut_in_one_piece(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
+def _partition_of_one_segment(
+    metadata: Metadata, parts_of: PartitionKind, key: IntLike, size: IntLike, local: Tensor
+) -> Partition:
     dim, kind, mesh_dims, inner, scale, sizes, _ = parts_of
     parts = [metadata.mesh.shape[m] for m in mesh_dims]
     if kind == "fixed":
-        return Cut.of_sizes(mesh_dims, parts, sizes, "fixed")
+        return Partition.of_sizes(mesh_dims, parts, sizes, "fixed")
     if kind == "chunk":
-        cut = Cut.chunk(mesh_dims, parts, extent // scale).scaled(scale)
-        block = local.shape[dim]
-        if cut.blocks is not None and type(block) is int:
-            return cut
-        # Also of a known extent: with known sizes every rank would have a graph of its own.
-        cut = replace(cut, block=block, blocks=None)
-        note_partition(cut, metadata.mesh)
-        return cut
-    if type(key) is not int or type(extent) is not int:
-        cut = replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
-        note_partition(cut, metadata.mesh)
-        return cut
-    blocks = sizes_of_key(key, inner, scale)
-    return Cut("dynamic", mesh_dims, tuple(parts), extent, blocks, key, inner=inner, scale=scale)
+        partition = Partition.chunk(mesh_dims, parts, size // scale).scaled(scale)
+        shard = local.shape[dim]
+        if partition.shards is not None and type(shard) is int:
+            return partition
+        # Also of a known size: with known sizes every rank would have a graph of its own.
+        partition = replace(partition, shard=shard, shards=None)
+        note_partition(partition, metadata.mesh)
+        return partition
+    if type(key) is not int or type(size) is not int:
+        partition = replace(Partition.traced(mesh_dims, parts, size, key, local.shape[dim]), inner=inner, scale=scale)
+        note_partition(partition, metadata.mesh)
+        return partition
+    shards = sizes_of_key(key, inner, scale)
+    return Partition("dynamic", mesh_dims, tuple(parts), size, shards, key, inner=inner, scale=scale)
 
 
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
@@ -248,43 +250,43 @@ def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bo
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def extent_hints(layout: Layout) -> dict[int, int]:
-    """By sharded dim, the global extent that compilers take decisions with: at least 2.
+def size_hints(layout: Layout) -> dict[int, int]:
+    """By sharded dim, the global size that compilers take decisions with: at least 2.
 
-    A global extent of 0 or 1 is static: it may be there to be broadcast, or to be skipped by a join, strides are
+    A global size of 0 or 1 is static: it may be there to be broadcast, or to be skipped by a join, strides are
     ambiguous for it, and all ranks see it alike.
     """
     return {
         d: max(compat.size_hint(layout.shape[d]), 2)
-        for d, c in enumerate(layout.cuts)
+        for d, c in enumerate(layout.partitions)
         if c is not None and layout.shape[d] not in (0, 1)
     }
 
 
-def block_hints(layout: Layout) -> dict[int, int]:
-    """By sharded dim, the block size that compilers take decisions with: the same on every rank, and at least 2.
+def shard_hints(layout: Layout) -> dict[int, int]:
+    """By sharded dim, the shard size that compilers take decisions with: the same on every rank, and at least 2.
 
-    With its own size as the hint a rank with an empty block would compile other code than the others. So would it where
-    the extent is 1, and static: one rank has the row, the others have none. Where it is 0 all have none. Rows of which
+    With its own size as the hint a rank with an empty shard would compile other code than the others. So would it where
+    the size is 1, and static: one rank has the row, the others have none. Where it is 0 all have none. Rows of which
     each became several elements stay whole.
     """
     return {
         d: max(-(-compat.size_hint(layout.shape[d]) // (c.scale * math.prod(c.parts))), 2) * c.scale  # type: ignore[misc]
-        for d, c in enumerate(layout.cuts)
+        for d, c in enumerate(layout.partitions)
         if c is not None and layout.shape[d] != 0
     }
 
 
 def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
-    """The block, with strides that mean nothing set to those that a block of more rows would have.
+    """The shard, with strides that mean nothing set to those that a shard of more rows would have.
 
-    They mean nothing where an extent is 1, and where there are no elements; ops leave any number there. A graph that
-    was traced for a block with rows expects strides to be products of extents, zeros of cut dims included. Otherwise it
-    would be compiled again for this block, on this rank alone. A dim that is not cut and has no elements counts as one
-    element, as torch has it.
+    They mean nothing where an size is 1, and where there are no elements; ops leave any number there. A graph that
+    was traced for a shard with rows expects strides to be products of sizes, zeros of sharded dims included. Otherwise
+    it would be compiled again for this shard, on this rank alone. A dim that is not sharded and has no elements counts
+    as one element, as torch has it.
 
     Args:
-        local: the block, stored in the order that the spec states.
+        local: the shard, stored in the order that the spec states.
         spec: of the global tensor.
     """
     if all(n > 1 for n in local.shape):
@@ -294,48 +296,50 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     for d in reversed(order_of(spec.stride)):
         stated: Any = spec.stride[d]
         if empty or local.shape[d] == 1:
-            if whole:  # nothing that is faster is cut
+            if whole:  # nothing that is faster is sharded
                 strides[d] = stated
             elif stated == global_step:
                 strides[d] = step
-        cut = spec.layout.cuts[d] is not None
+        partition = spec.layout.partitions[d] is not None
         step, global_step = (
-            strides[d] * (local.shape[d] if cut else max(local.shape[d], 1)),
+            strides[d] * (local.shape[d] if partition else max(local.shape[d], 1)),
             stated * max(spec.shape[d], 1),
         )
-        whole = whole and not cut
+        whole = whole and not partition
     return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
 
 
-def gaps_along_cuts(spec: Spec) -> list[tuple[int, int | None]] | None:
-    """Where a tensor that is a slice along a cut dim leaves memory unused, which on each rank is another amount.
+def gaps_along_partitions(spec: Spec) -> list[tuple[int, int | None]] | None:
+    """Where a tensor that is a slice along a sharded dim leaves memory unused, which on each rank is another amount.
 
     Args:
         spec: of the global tensor, outside of a trace.
 
     Returns:
         Dims from the fastest on, with the gap in front of the next one in elements where there is one; None if there is
-        none behind a cut dim.
+        none behind a sharded dim.
     """
     found: list[tuple[int, int | None]] = []
-    step, cut, gaps = 1, False, False
+    step, partition, gaps = 1, False, False
     for d in reversed(order_of(spec.stride)):
         stride: Any = spec.stride[d]
         gap = stride - step if found and stride not in (0, step) else None
         found.append((d, gap))
-        gaps = gaps or (cut and gap is not None)
-        step, cut = stride * spec.shape[d], cut or spec.layout.cuts[d] is not None
+        gaps = gaps or (partition and gap is not None)
+        step, partition = stride * spec.shape[d], partition or spec.layout.partitions[d] is not None
     return found if gaps else None
 
 
-def with_block_symbols(spec: Spec, local: Tensor) -> Spec:
-    """Inside a trace: the spec whose chunk cuts know the symbol of this rank's block."""
+def with_shard_symbols(spec: Spec, local: Tensor) -> Spec:
+    """Inside a trace: the spec whose chunk partitions know the symbol of this rank's local shard."""
     layout = spec.layout
-    if not any(_lacks_symbol(c) for c in layout.cuts):
+    if not any(_lacks_symbol(c) for c in layout.partitions):
         return spec
-    cuts = [replace(c, block=local.shape[d]) if c and _lacks_symbol(c) else c for d, c in enumerate(layout.cuts)]
-    return Spec.of(Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts), spec.stride)
+    partitions = [
+        replace(c, shard=local.shape[d]) if c and _lacks_symbol(c) else c for d, c in enumerate(layout.partitions)
+    ]
+    return Spec.of(Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions), spec.stride)
 
 
-def _lacks_symbol(cut: Cut | None) -> bool:
-    return cut is not None and cut.kind == "chunk" and cut.is_traced and cut.block is None
+def _lacks_symbol(partition: Partition | None) -> bool:
+    return partition is not None and partition.kind == "chunk" and partition.is_traced and partition.shard is None

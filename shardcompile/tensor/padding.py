@@ -1,4 +1,4 @@
-"""Padding with rows of the tensor itself, where a spatial dim is cut: the ranks at its ends add them."""
+"""Padding with rows of the tensor itself, where a spatial dim is sharded: the ranks at its ends add them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.ops.view.rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import Redistribute, redistributed
 
@@ -43,13 +43,13 @@ _BORDERS: dict[str, Callable[[Tensor, int, int, int], Rows]] = {
 
 def _whole(x: Tensor, dim: int) -> Tensor:
     """With one dim whole on every rank."""
-    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.partitions[dim] is None:
         return x
     return redistributed(x, x._spec.layout.gathered(dim))
 
 
 def _gathered_back(x: Tensor) -> Tensor:
-    """The same rows, whose gradient, which comes cut, becomes whole before it is turned."""
+    """The same rows, whose gradient, which comes sharded, becomes whole before it is turned."""
     return Redistribute.apply(x, x._spec.layout, False, None) if isinstance(x, Sharded) else x
 
 
@@ -73,11 +73,11 @@ def _repeats_rows(x: Tensor, pad: Sequence[int], mode: str) -> bool:
     spatial = len(pad) // 2
     if mode not in _BORDERS or not isinstance(x, Sharded) or not all(isinstance(n, int) and n >= 0 for n in pad):
         return False
-    if len(pad) % 2 or x.ndim - spatial not in (1, 2) or has_known_blocks(x):
+    if len(pad) % 2 or x.ndim - spatial not in (1, 2) or has_static_sizes(x):
         return False
-    if all(c is None for c in x._spec.layout.cuts[-spatial:]):
+    if all(c is None for c in x._spec.layout.partitions[-spatial:]):
         return False
     # As torch checks: a row is repeated at most once, but for the first and the last one in "replicate".
-    extents = [x.shape[x.ndim - 1 - i] for i in range(spatial)]
-    most = {"reflect": [n - 1 for n in extents], "circular": extents, "replicate": [max(pad)] * spatial}[mode]
-    return all(bool(max(pad[2 * i : 2 * i + 2]) <= n) for i, n in enumerate(most)) and all(bool(n > 0) for n in extents)
+    sizes = [x.shape[x.ndim - 1 - i] for i in range(spatial)]
+    most = {"reflect": [n - 1 for n in sizes], "circular": sizes, "replicate": [max(pad)] * spatial}[mode]
+    return all(bool(max(pad[2 * i : 2 * i + 2]) <= n) for i, n in enumerate(most)) and all(bool(n > 0) for n in sizes)

@@ -1,6 +1,7 @@
 """Plain tensors that repeat a small one: rows of a table that plain numbers look up, a row or bias that a batch shares.
 
-Their gradient comes cut. In place of being gathered for autograd's nodes of plain tensors it goes through them as it
+Their gradient comes sharded. In place of being gathered for autograd's nodes of plain tensors it goes through them as
+it
 is: they add it up into the small tensor's gradient, of which the sums are reduced.
 """
 
@@ -19,8 +20,8 @@ from shardcompile.tensor.autograd import Promote, ToLocal, redistributed
 def promote(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
     """A plain tensor with a gradient as a replicated one, differentiably.
 
-    A cut gradient is passed on in compiled functions alone: nobody else holds what comes up in between, and could ask
-    for its gradient, or have a hook see it.
+    A partition gradient is passed on in compiled functions alone: nobody else holds what comes up in between, and
+    could ask for its gradient, or have a hook see it.
     """
     found = compat.last_repetition(x) if compat.is_compiling() else None
     if found is None:

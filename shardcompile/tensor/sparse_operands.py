@@ -19,8 +19,8 @@ from shardcompile import config
 from shardcompile.collectives import all_reduce
 from shardcompile.dispatch.calls import kind_of, plain_text
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import Layout, Spec, contiguous_stride
 from shardcompile.tensor.arguments import IN_PLACE, TAKES_LEAVES, not_in_place
 from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, redistributed
 
@@ -88,22 +88,22 @@ def _product(cls: type[Sharded], func: Callable[..., Tensor], a: Tensor, b: Tens
     summed = dense.ndim - 1 if sparse is b or dense.ndim == 1 else dense.ndim - 2
     # Several sparse matrices are whole on every rank, and so are those that they are multiplied with.
     gone = {summed, *(range(dense.ndim - 2) if sparse.ndim > 2 else ())}
-    cuts = [None if d in gone else c for d, c in enumerate(layout.cuts)]
-    needed = Layout.of_cuts(layout.mesh, layout.shape, layout.dtype, cuts)
-    if any(c is not layout.cuts[d] for d, c in enumerate(cuts)):
+    partitions = [None if d in gone else c for d, c in enumerate(layout.partitions)]
+    needed = Layout.of_partitions(layout.mesh, layout.shape, layout.dtype, partitions)
+    if any(c is not layout.partitions[d] for d, c in enumerate(partitions)):
         _say_gathered(func, (a, b), f"dim {summed} of the dense one is summed over")
     local = ToLocal.apply(redistributed(dense, needed), None)
     if sparse.requires_grad and torch.is_grad_enabled():
         terms = [m for m, p in enumerate(needed.placements) if isinstance(p, Shard)]
         sparse = CompleteGradient.apply(sparse, layout.mesh, terms)
-    empty = [d for d, n in enumerate(local.shape) if n == 0 and cuts[d] is not None]
+    empty = [d for d, n in enumerate(local.shape) if n == 0 and partitions[d] is not None]
     for d in empty:  # kernels of sparse tensors need a column
         local = torch.cat([local, local.new_zeros([1 if e == d else n for e, n in enumerate(local.shape)])], d)
     out = func(sparse, local) if is_sparse(a) else func(local, sparse)
     for d in empty:
         out = out.narrow(d, 0, 0)
-    shape = [n if c is None else needed.shape[d] for d, (n, c) in enumerate(zip(out.shape, cuts, strict=True))]
-    result = Layout.of_cuts(layout.mesh, shape, out.dtype, cuts)
+    shape = [n if c is None else needed.shape[d] for d, (n, c) in enumerate(zip(out.shape, partitions, strict=True))]
+    result = Layout.of_partitions(layout.mesh, shape, out.dtype, partitions)
     return FromLocal.apply(out.contiguous(), cls, Spec.of(result, contiguous_stride(result.shape)))
 
 

@@ -12,25 +12,25 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.errors import RedistributeError, UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec
 from shardcompile.ops.support.copied_views import CopiedView, GivenCopy
 from shardcompile.ops.support.strides import in_order
-from shardcompile.plan import target_layout
+from shardcompile.planning import target_layout
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Spec
 from shardcompile.tensor.autograd import redistributed
 from shardcompile.tensor.metadata import (
     Metadata,
     as_stated_by,
-    block_hints,
-    extent_hints,
-    gaps_along_cuts,
+    gaps_along_partitions,
     is_stated_by,
     keys_tensor,
     metadata_of,
     of_input,
+    shard_hints,
+    size_hints,
     spec_from_parts,
     stable_hash,
-    with_block_symbols,
+    with_shard_symbols,
     with_stated_strides,
 )
 
@@ -40,16 +40,16 @@ _T = TypeVar("_T", bound="Traced")
 _UNMARKED = AttributeError("no dim of this tensor may vary")
 
 
-class _Block:
-    """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
+class _Shard:
+    """This rank's shard: an attribute that is set on construction, but for the cases that are found here on use."""
 
     def __get__(self, x: Sharded | None, owner: type | None = None) -> object:
         if x is None:
             return self
         if x._copied is not None:
             return x._copied.current()
-        x.__dict__["_local_tensor"] = block = in_order(wait(x._in_flight), x._spec.stride)
-        return block
+        x.__dict__["_local_tensor"] = shard = in_order(wait(x._in_flight), x._spec.stride)
+        return shard
 
 
 class Traced(Sharded):
@@ -79,14 +79,14 @@ class Traced(Sharded):
         """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
         compat.note_trace()
         compat.keep_first_proxies()
-        self._spec = with_block_symbols(self._spec, self._local_tensor)
+        self._spec = with_shard_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
         metadata = metadata_of(layout)
         if metadata.has_keys:
             self._keys = keys_tensor(layout, metadata, self._local_tensor)
 
     def _stand_in(self) -> Self:
-        """Another wrapper of the same block."""
+        """Another wrapper of the same shard."""
         other = self._wrap(self._local_tensor, self._spec)
         if self._copied is not None:
             del other.__dict__["_local_tensor"]
@@ -94,7 +94,7 @@ class Traced(Sharded):
         return other
 
     def _turn_into(self, other: Self) -> None:
-        """Take over block and layout; the sizes of the wrapper itself are set elsewhere."""
+        """Take over shard and layout; the sizes of the wrapper itself are set elsewhere."""
         self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
         if other._copied is not None:
             del self.__dict__["_local_tensor"]
@@ -105,13 +105,13 @@ class Traced(Sharded):
         layout = x._spec.layout.with_dtype(local.dtype)
         return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
 
-    _local_tensor: Any = _Block()
+    _local_tensor: Any = _Shard()
 
     @property
     def _holds_values(self) -> bool:
         """Whether this is no stand-in inside of a trace."""
-        block = self._local_tensor if self._copied is None else self._copied.block
-        return type(block) in (Tensor, torch.nn.Parameter)
+        shard = self._local_tensor if self._copied is None else self._copied.shard
+        return type(shard) in (Tensor, torch.nn.Parameter)
 
     # What the compiler asks for
 
@@ -167,7 +167,7 @@ class Traced(Sharded):
         self._flat_as_static = self._is_static
         layout = self._layout_in_graphs
         metadata = metadata_of(layout, is_copy)
-        self._may_vary = plain and bool(metadata.cuts)
+        self._may_vary = plain and bool(metadata.partitions)
         if self._may_vary and not is_copy:
             self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
@@ -178,42 +178,44 @@ class Traced(Sharded):
         return _inner_names(metadata), metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
-        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
+        """Have a trace that is starting treat sharded sizes, shards and keys as dynamic, or as static."""
         compat.note_trace(guarded=True)  # by the metadata
         if self._is_static:
             compat.mark_static(self._local_tensor)
             if metadata.dynamic_dims:
-                compat.mark_static(self._cut_keys)
+                compat.mark_static(self._partition_keys)
             return
         compat.trace_size_obliviously()
         compat.note_imbalance(self._spec.layout.imbalance)
-        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout), gaps_along_cuts(self._spec))
+        compat.mark_weakly_dynamic(
+            self._local_tensor, shard_hints(self._spec.layout), gaps_along_partitions(self._spec)
+        )
         if metadata.dynamic_dims:
-            keys = self._cut_keys
+            keys = self._partition_keys
             # Without hints: those are part of what the compiler's caches ask for.
             compat.mark_weakly_dynamic(keys, dict.fromkeys(range(1, keys.ndim)))
 
     @property
-    def _cut_keys(self) -> Tensor:
+    def _partition_keys(self) -> Tensor:
         if self._keys is None:
             layout = self._layout_in_graphs
-            keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_extents=self._holds_values)
+            keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_sizes=self._holds_values)
             if self._holds_values:
-                return keys  # a graph of Dynamo's that runs as it is reads the extents here that a run gives
+                return keys  # a graph of Dynamo's that runs as it is reads the sizes here that a run gives
             self._keys = keys
         return self._keys
 
-    @_cut_keys.setter
-    def _cut_keys(self, keys: Tensor) -> None:
+    @_partition_keys.setter
+    def _partition_keys(self, keys: Tensor) -> None:
         """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
         self._keys = keys
 
     def _is_view(self) -> bool:
         """Whether autograd has this as a view of another tensor; not what a compiled function gets.
 
-        Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
-        what its base is, differs from rank to rank. A slice along a cut dim is no view that memory could have. A graph
-        does not write to a copied view.
+        Torch would make an input that is a view by viewing a stand-in of its base. Which views a shard can hold, and
+        what its base is, differs from rank to rank. A slice along a sharded dim is no view that memory could have. A
+        graph does not write to a copied view.
         """
         given = self._holds_values and compat.is_compiling()
         return not given and super()._is_view()
@@ -224,7 +226,7 @@ class Traced(Sharded):
     def _dynamo_hint_overrides(self) -> dict[int, int]:
         hints = self._hints
         if hints is None:
-            hints = self._hints = extent_hints(self._spec.layout)
+            hints = self._hints = size_hints(self._spec.layout)
         if not hints or self._is_static:
             raise _UNMARKED
         return hints
@@ -235,14 +237,14 @@ class Traced(Sharded):
 
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        """Dims whose extents may vary: those that are cut, and what a user adds with `maybe_mark_dynamic`."""
+        """Dims whose sizes may vary: those that are sharded, and what a user adds with `maybe_mark_dynamic`."""
         if self._marked is None or self._is_static:
             self._marked = set(self._dynamo_hint_overrides)
         return self._marked
 
     @_dynamo_weak_dynamic_indices.setter
     def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None:
-        if not extent_hints(self._spec.layout):
+        if not size_hints(self._spec.layout):
             self._marked = dims
 
     @property
@@ -263,7 +265,7 @@ class Traced(Sharded):
             compat.keep_first_proxies()
             # What AOTAutograd hands over for a gradient was computed in another pass.
             shape, stride = compat.retrace(shape), compat.retrace(stride)
-        keys = inner.get("_cut_keys")
+        keys = inner.get("_partition_keys")
         spec = spec_from_parts(metadata, local, keys, shape, stride)
         self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
         self._local_tensor, self._spec = local, spec
@@ -306,7 +308,7 @@ class Traced(Sharded):
         if not is_stated_by(expected, metadata):
             raise RedistributeError(
                 f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
-                f"has placements {metadata.placements} and other blocks; redistribute the gradient to the output's "
+                f"has placements {metadata.placements} and other shards; redistribute the gradient to the output's "
                 "layout"
             )
         out = redistributed(self, layout)
@@ -318,4 +320,4 @@ class Traced(Sharded):
 
 
 def _inner_names(metadata: Metadata) -> list[str]:
-    return ["_local_tensor", "_cut_keys"] if metadata.has_keys else ["_local_tensor"]
+    return ["_local_tensor", "_partition_keys"] if metadata.has_keys else ["_local_tensor"]

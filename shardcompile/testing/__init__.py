@@ -23,9 +23,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardcompile.testing.here import mesh as mesh
-    from shardcompile.testing.here import rank as rank
-    from shardcompile.testing.here import world_size as world_size
+    from shardcompile.testing.current import mesh as mesh
+    from shardcompile.testing.current import rank as rank
+    from shardcompile.testing.current import world_size as world_size
     from shardcompile.testing.local_ranks import LocalRanks as LocalRanks
     from shardcompile.testing.one_process import once as once
     from shardcompile.testing.rule_check import RuleReport as RuleReport
@@ -40,11 +40,11 @@ _MODULES = {
     "assert_graph": "snapshot",
     "assert_matches_single_device": "single_device",
     "check_rule": "rule_check",
-    "mesh": "here",
+    "mesh": "current",
     "once": "one_process",
-    "rank": "here",
+    "rank": "current",
     "same_collectives_on_every_rank": "same_collectives",
-    "world_size": "here",
+    "world_size": "current",
 }
 
 __all__ = [

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile.collectives.transport import as_bytes
-from shardcompile.layout import normalize_placements
+from shardcompile.sharding import normalize_placements
 from shardcompile.testing.arrange import lay_out, seed_of, sizes_in_style
 
 Placements = Placement | Sequence[Placement] | None
 Sizes = Mapping[int, Sequence[int]] | None
 
-_FIRST_STYLE = 1  # a block of one, and an empty one: see `uneven_sizes`
+_FIRST_STYLE = 1  # a shard of one, and an empty one: see `uneven_sizes`
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Input:
         name: a name for messages.
         value: the full value.
         placements: None if the value stays plain.
-        sizes: the block sizes that the user stated.
+        sizes: the shard sizes that the user stated.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Arguments:
     Args:
         inputs: full values; a mapping passes them by name.
         placements: the placements of each input.
-        sharding_shapes: for each input the block sizes by mesh dim. Sizes that are not stated change with every step.
+        sharding_shapes: for each input the shard sizes by mesh dim. Sizes that are not stated change with every step.
         mesh: the mesh.
         want_grads: whether floating-point tensors require gradients.
 

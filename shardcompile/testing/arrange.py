@@ -1,4 +1,4 @@
-"""Make sharded tensors from full values: cuts that are worth a test, and layouts without communication."""
+"""Make sharded tensors from full values: partitions that are worth a test, and layouts without communication."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile.api import distribute_tensor
-from shardcompile.layout import chunk_sizes
+from shardcompile.sharding import chunk_sizes
 from shardcompile.tensor import ShardTensor
 
 CHUNK = 3
-"""The style of cut that torch.chunk makes."""
+"""The style of partition that torch.chunk makes."""
 
 
 def seed_of(*what: object) -> int:
@@ -25,27 +25,27 @@ def seed_of(*what: object) -> int:
     return zlib.crc32(repr(what).encode())
 
 
-def uneven_sizes(extent: int, parts: int, style: int) -> list[int]:
-    """Block sizes along a dim, in one of four styles.
+def uneven_sizes(size: int, parts: int, style: int) -> list[int]:
+    """Shard sizes along a dim, in one of four styles.
 
-    Style 0 has a block of two and an empty block. Styles 1 and 2 have a block of one, if the extent allows it. With
-    three ranks or more they have an empty block, too; with two ranks only style 2 has. Style `CHUNK` is torch.chunk's.
+    Style 0 has a shard of two and an empty shard. Styles 1 and 2 have a shard of one, if the size allows it. With
+    three ranks or more they have an empty shard, too; with two ranks only style 2 has. Style `CHUNK` is torch.chunk's.
 
         7 rows on 3 ranks:  [5, 0, 2]     [1, 6, 0]     [0, 1, 6]     [3, 3, 1]
         9 rows on 4 ranks:  [5, 0, 2, 2]  [1, 6, 0, 2]  [0, 1, 6, 2]  [3, 3, 3, 0]
     """
     style %= 4
     if style == CHUNK:
-        return list(chunk_sizes(extent, parts))
+        return list(chunk_sizes(size, parts))
     if parts == 1:
-        return [extent]
+        return [size]
     if parts == 2:
-        few = min((2, 1, 0)[style], extent)
-        return [few, extent - few] if style else [extent - few, few]
+        few = min((2, 1, 0)[style], size)
+        return [few, size - few] if style else [size - few, few]
     big, small = ((0, 2), (1, 0), (2, 1))[style]
     sizes = [0] * parts
-    sizes[small] = min(1 if style else 2, extent)
-    rest = extent - sizes[small]
+    sizes[small] = min(1 if style else 2, size)
+    rest = size - sizes[small]
     for place in range(3, parts):
         sizes[place] = rest // (parts - place + 2)
         rest -= sizes[place]
@@ -55,7 +55,7 @@ def uneven_sizes(extent: int, parts: int, style: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Way:
-    """A layout of one input: its placements, and the style of its cuts."""
+    """A layout of one input: its placements, and the style of its partitions."""
 
     placements: tuple[Placement, ...]
     style: int
@@ -78,15 +78,15 @@ def _short(placement: Placement) -> str:
 def sizes_in_style(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], style: int
 ) -> dict[int, list[int]]:
-    """The block sizes of every sharded dim, by mesh dim, as ``sharding_shapes`` takes them."""
+    """The shard sizes of every sharded dim, by mesh dim, as ``sharding_shapes`` takes them."""
     sizes: dict[int, list[int]] = {}
-    for dim, extent in enumerate(shape):
+    for dim, size in enumerate(shape):
         mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
         if mesh_dims:
             parts = 1
             for m in mesh_dims:
                 parts *= mesh.shape[m]
-            sizes[mesh_dims[-1]] = uneven_sizes(extent, parts, style)
+            sizes[mesh_dims[-1]] = uneven_sizes(size, parts, style)
     return sizes
 
 
@@ -103,8 +103,8 @@ def lay_out(
         full: the value.
         mesh: the mesh.
         placements: one for each mesh dim; tensor dims are not negative.
-        sizes: the block sizes of every sharded dim, as ``sharding_shapes`` takes them. ``"chunk"`` states none, so the
-            cuts follow from the extents, as torch.chunk cuts.
+        sizes: the shard sizes of every sharded dim, as ``sharding_shapes`` takes them. ``"chunk"`` states none, so the
+            partitions follow from the sizes, as torch.chunk partitions.
         seed: the seed for the terms of a pending sum.
     """
     coordinate = mesh.get_coordinate()
@@ -115,8 +115,8 @@ def lay_out(
             term = _term(term, coordinate[mesh_dim], mesh.shape[mesh_dim], seed + mesh_dim)
     whole = [Replicate() if isinstance(p, Partial) else p for p in placements]
     stated = None if isinstance(sizes, str) else sizes
-    block = distribute_tensor(term.detach(), mesh, whole, src_data_rank=None, sharding_shapes=stated)
-    return ShardTensor.from_local(block.to_local().detach(), mesh, placements, sizes, global_shape=full.shape)
+    shard = distribute_tensor(term.detach(), mesh, whole, src_data_rank=None, sharding_shapes=stated)
+    return ShardTensor.from_local(shard.to_local().detach(), mesh, placements, sizes, global_shape=full.shape)
 
 
 def _term(x: Tensor, index: int, count: int, seed: int) -> Tensor:

@@ -74,7 +74,7 @@ class LocalRanks:
                 debugger does not count.
 
         Returns:
-            One result for each rank. Results of processes must be picklable: return a block or a full tensor, not a
+            One result for each rank. Results of processes must be picklable: return a shard or a full tensor, not a
             sharded one.
 
         Raises:

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.compat import one_process as rank_state
 from shardcompile.testing.cleanup import forget_compiled, seed
-from shardcompile.testing.here import default_mesh, set_mesh_shape
-from shardcompile.testing.meetings import MeetingError
+from shardcompile.testing.current import default_mesh, set_mesh_shape
+from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.scheduler import RankEnded, RanksWaitError, Turns
 from shardcompile.testing.thread_group import BACKENDS, Rooms
-from shardcompile.testing.turns import RankEnded, RanksWaitError, Turns
 
 _T = TypeVar("_T")
 

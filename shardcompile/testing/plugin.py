@@ -178,7 +178,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
         function = item.obj if item.cls is None else getattr(item.cls(), item.originalname)
         function(**{name: _copy(item.funcargs[name]) for name in names})
 
-    # Not always rank 0: the first rank compiles for all ranks, with its own block, which may be empty.
+    # Not always rank 0: the first rank compiles for all ranks, with its local shard, which may be empty.
     first = zlib.crc32(item.nodeid.encode()) % world_size
     ends = pools[world_size].run(run, ranks.timeout, ranks.mesh, first)
     errors = [end.error for end in ends]

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from multiprocessing import Pipe
 
+from shardcompile.testing.fork_server import ForkedProcess, nursery_for, start_fresh
 from shardcompile.testing.messages import Kind, Outcome
-from shardcompile.testing.nursery import ForkedProcess, nursery_for, start_fresh
 
 _OUTPUT_BYTES = 64 * 1024  # kept of the output, from its end
 _DEATH_SECONDS = 2.0  # between a closed connection and the end of the process

@@ -20,12 +20,12 @@ from shardcompile.testing.agreement import CheckFailed, Failure, RanksFailedErro
 from shardcompile.testing.arguments import digest
 from shardcompile.testing.arrange import CHUNK, Way, describe, lay_out, seed_of, sizes_in_style, with_bits_to_spare
 from shardcompile.testing.compare import Tolerances, tolerances
-from shardcompile.testing.here import default_mesh
+from shardcompile.testing.current import default_mesh
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import SERVICES, ServiceWatch
 
 _STYLES = (1, CHUNK, 2)
-"""The styles of the cuts for every combination of placements; see `uneven_sizes`."""
+"""The styles of the partitions for every combination of placements; see `uneven_sizes`."""
 
 _SHOWN = 20
 
@@ -37,7 +37,7 @@ class RuleRun:
     Attributes:
         sample: the number of the sample.
         placements: the placements of its tensors, as a short text.
-        layouts: the placements with block sizes.
+        layouts: the placements with shard sizes.
         service: how the op was served in the forward pass, see `ServiceWatch.how`.
         problem: what is wrong; empty if nothing is.
     """
@@ -112,11 +112,11 @@ def check_rule(
     This is for authors of a rule (`register_sharding`), a handler, or a custom op. It gives each tensor in a sample,
     also in lists, several placements: ``Replicate()``, ``Shard(d)`` for each of its dims and, for floating-point and
     complex dtypes, ``Partial("sum")``. It tries all combinations along one mesh dim. Combinations with a sharded tensor
-    run with several cuts. On three ranks these are 1, n - 1 and no rows; torch.chunk's sizes; no, 1 and n - 1 rows. If
-    several tensors are sharded, a further run gives each another cut.
+    run with several partitions. On three ranks these are 1, n - 1 and no rows; torch.chunk's sizes; no, 1 and n - 1
+    rows. If several tensors are sharded, a further run gives each another partition.
 
     It compares the results and the gradients of all floating-point inputs, within the tolerance of
-    `torch.testing.assert_close`; use float64. An error counts as wrong, and so does a result whose block does not fit
+    `torch.testing.assert_close`; use float64. An error counts as wrong, and so does a result whose shard does not fit
     its layout.
 
     Args:
@@ -126,7 +126,7 @@ def check_rule(
         mesh: a mesh of one dim over all ranks; by default of GPUs if the process group has NCCL.
         backward: whether to run and compare the backward pass.
         limit: the most runs of a sample. If there are more, combinations with equal placements come first, then others
-            from a fixed seed; all with the first cut, then all with the second, and so on.
+            from a fixed seed; all with the first partition, then all with the second, and so on.
         rtol: a relative tolerance in place of the dtype's.
         atol: an absolute tolerance in place of the dtype's.
 
@@ -198,7 +198,7 @@ class _Case:
         """Run the op forward on tensors in these layouts.
 
         Raises:
-            CheckFailed: a block does not fit its layout.
+            CheckFailed: a shard does not fit its layout.
         """
         laid_out = []
         for n, (x, way) in enumerate(zip(self.tensors, ways, strict=True)):
@@ -215,7 +215,7 @@ class _Case:
         return trial.backward(self.name) if self._backward else trial
 
     def layouts(self, ways: Sequence[Way]) -> str:
-        """The placements and block sizes of all tensors, in words."""
+        """The placements and shard sizes of all tensors, in words."""
         return "; ".join(_with_sizes(x, w, self._mesh) for x, w in zip(self.tensors, ways, strict=True))
 
 
@@ -242,8 +242,8 @@ def _digests(cases: Sequence[_Case]) -> str:
 def _try_strategy(number: int, case: _Case, ways: Sequence[Way], expected: Outcome, allowed: Tolerances) -> RuleRun:
     layouts = case.layouts(ways)
     stage = f"{case.name}, inputs {layouts}"
-    cut = [x.numel() for x, w in zip(case.tensors, ways, strict=True) if isinstance(w.placements[0], Shard)]
-    watch = ServiceWatch(min(cut, default=0))
+    partition = [x.numel() for x, w in zip(case.tensors, ways, strict=True) if isinstance(w.placements[0], Shard)]
+    watch = ServiceWatch(min(partition, default=0))
     try:
         trial = together(stage, lambda: case.sharded(ways, watch), lambda t: t.layouts)
         together(stage, lambda: case.backward(trial), lambda t: t.gradient_layouts)
@@ -284,15 +284,15 @@ def _ways(tensors: Sequence[Tensor], limit: int, seed: int) -> tuple[list[tuple[
     options = [_placements_of(x) for x in tensors]
     combinations = _combinations(options, limit, seed)
     ways = [tuple(Way((p,), style) for p in each) for style in _STYLES for each in combinations]
-    ways = [each for each in ways if each[0].style == _STYLES[0] or _cut(each)]
+    ways = [each for each in ways if each[0].style == _STYLES[0] or _partition(each)]
     for each in combinations:
         own = tuple(Way((p,), n + 1) for n, p in enumerate(each))
-        if _cut(own) > 1:
+        if _partition(own) > 1:
             ways.append(own)
     return ways[:limit], _count(options) - min(limit, len(ways))
 
 
-def _cut(ways: Sequence[Way]) -> int:
+def _partition(ways: Sequence[Way]) -> int:
     return sum(isinstance(w.placements[0], Shard) for w in ways)
 
 
@@ -313,7 +313,9 @@ def _combination(number: int, options: Sequence[Sequence[Placement]]) -> tuple[P
 
 
 def _count(options: Sequence[Sequence[Placement]]) -> int:
-    """The number of runs without a limit. A combination has one run if no tensor is cut, and more for each cut."""
+    """The number of runs without a limit. A combination has one run if no tensor is sharded, and more for each
+    partition.
+    """
     total = math.prod(map(len, options))
     whole = [sum(not isinstance(p, Shard) for p in own) for own in options]
     none = math.prod(whole)

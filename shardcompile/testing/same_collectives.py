@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile.compat.testing import tree_leaves
-from shardcompile.layout import Layout
-from shardcompile.offline import CollectiveRecord, trace_offline
+from shardcompile.inspect.offline import CollectiveRecord, trace_offline
+from shardcompile.sharding import Layout
 from shardcompile.tensor import ShardTensor
 
 Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
@@ -50,11 +50,11 @@ def same_collectives_on_every_rank(
 
     Args:
         build: takes the mesh, and returns the function or module and its arguments, see
-            `shardcompile.offline.trace_offline`.
+            `shardcompile.inspect.offline.trace_offline`.
         world_size: the number of ranks.
         ranks: the ranks to trace. By default all, if there are at most 8. Otherwise the first two, the middle and the
             last rank along each mesh dim. For each sharded input or parameter, also the ranks with the smallest and
-            the largest block.
+            the largest shard.
         device: "cpu" or "cuda". Tracing for CUDA needs a C++ compiler once.
         mesh_shape: the shape of the mesh; one dim by default.
         **options: options of `trace_offline`: ``mesh_dim_names``, ``passes``, ``off``, ``backward``, ``inductor``.
@@ -107,9 +107,9 @@ def _selected(shape: Sequence[int], layouts: Sequence[Layout]) -> list[int]:
     if len(coordinates) <= _ALL_UP_TO:
         return list(range(len(coordinates)))
     picked = {0, len(coordinates) - 1}
-    for dim, extent in enumerate(shape):
-        for place in (1, extent // 2, extent - 1):
-            along = tuple(min(place, extent - 1) if d == dim else 0 for d in range(len(shape)))
+    for dim, size in enumerate(shape):
+        for place in (1, size // 2, size - 1):
+            along = tuple(min(place, size - 1) if d == dim else 0 for d in range(len(shape)))
             picked.add(coordinates.index(along))
     for layout in layouts:
         elements = [math.prod(int(n) for n in layout.local_shape(c)) for c in coordinates]
@@ -135,5 +135,5 @@ def _compare(a: int, records_of_a: Records, b: int, records_of_b: Records) -> No
                 f"differ in number {number} (of {len(ours)} and {len(theirs)} that both take part in):\n"
                 f"  rank {a}: {x or _NONE}\n"
                 f"  rank {b}: {y or _NONE}\n"
-                "The program, or a pass, takes a decision by what only one rank knows: the rank, or its block"
+                "The program, or a pass, takes a decision by what only one rank knows: the rank, or its shard"
             )

@@ -15,7 +15,7 @@ from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing.agreement import CheckFailed, Failure, agree_on_use, together, usage_error
 from shardcompile.testing.arguments import Arguments, Placements, Sizes, digest
 from shardcompile.testing.compare import Tolerances, difference, tolerances
-from shardcompile.testing.here import default_mesh
+from shardcompile.testing.current import default_mesh
 from shardcompile.testing.one_process import once
 from shardcompile.testing.subject import Plan, Subject, same_on_every_rank
 
@@ -70,9 +70,10 @@ def assert_matches_single_device(
             as they are.
         placements: for each input one placement for each mesh dim, or a single one if there is one mesh dim. None
             leaves an input plain.
-        sharding_shapes: for each input the block sizes by mesh dim, or None. By default sizes are uneven and change
-            with each step, so that several steps also check that one graph serves all cuts. 7 rows on 3 ranks are cut
-            into 1, 6 and 0; then 0, 1 and 6; 3, 3 and 1; 5, 0 and 2 (`shardcompile.testing.arrange.uneven_sizes`).
+        sharding_shapes: for each input the shard sizes by mesh dim, or None. By default sizes are uneven and change
+            with each step, so that several steps also check that one graph serves all partitions. 7 rows on 3 ranks
+            are sharded into 1, 6 and 0; then 0, 1 and 6; 3, 3 and 1; 5, 0 and 2
+            (`shardcompile.testing.arrange.uneven_sizes`).
         mesh: a mesh over all ranks; by default of one dim, and of GPUs if the process group has NCCL.
         parallelize: takes each copy for sharded inputs, and the mesh, and shards the parameters. It must keep their
             names.

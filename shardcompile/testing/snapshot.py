@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardcompile.reports import GraphReport, IssuedCollective, Report, TracedCollective, explain
-from shardcompile.reports.diff import signature
-from shardcompile.reports.text import plural, reason_of
+from shardcompile.inspect import GraphReport, IssuedCollective, Report, TracedCollective, explain
+from shardcompile.inspect.diff import signature
+from shardcompile.inspect.text import plural, reason_of
 from shardcompile.units import in_seconds
 
 UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile.compat.testing import keystr, tree_flatten_with_path
 from shardcompile.testing.agreement import CheckFailed, Failure
 from shardcompile.testing.trial import (
-    block_problems,
     describe_value,
     detach,
     full_value,
     go_backward,
     gradient_problems,
+    shard_problems,
 )
 
 
@@ -74,7 +74,7 @@ class Subject:
             The results, by name.
 
         Raises:
-            CheckFailed: a block does not fit its layout.
+            CheckFailed: a shard does not fit its layout.
         """
         if self._optimizer is not None:
             self._optimizer.zero_grad()
@@ -82,7 +82,7 @@ class Subject:
         # Without a backward pass the step needs no gradients, and so has one graph.
         with torch.set_grad_enabled(self._plan.backward):
             self._results = _named_results(self.call(*args, **kwargs))
-        _check_blocks({name: block_problems(v) for name, v in self._results.items()})
+        _check_shards({name: shard_problems(v) for name, v in self._results.items()})
         return self._results
 
     def learn(self) -> dict[str, object]:
@@ -92,12 +92,12 @@ class Subject:
             The gradients, parameters and buffers, by name.
 
         Raises:
-            CheckFailed: no result requires a gradient, or a block does not fit its layout.
+            CheckFailed: no result requires a gradient, or a shard does not fit its layout.
         """
         if self._plan.backward and not go_backward(list(self._results.values()), "results"):
             raise CheckFailed([Failure("no result requires a gradient (backward=False leaves gradients out)")])
         leaves = self._leaves() if self._plan.backward else {}
-        _check_blocks({f"grad of {name}": gradient_problems(x) for name, x in leaves.items()})
+        _check_shards({f"grad of {name}": gradient_problems(x) for name, x in leaves.items()})
         gradients = {f"grad of {name}": x.grad for name, x in leaves.items()}
         if self._optimizer is not None:
             self._optimizer.step()
@@ -149,7 +149,7 @@ def _name(path: tuple[Any, ...]) -> str:
     return f"output{keystr(path)}"
 
 
-def _check_blocks(problems: Mapping[str, list[str]]) -> None:
+def _check_shards(problems: Mapping[str, list[str]]) -> None:
     found = [Failure(f"{name} is malformed", p) for name, several in problems.items() for p in several]
     if found:
         raise CheckFailed(found)

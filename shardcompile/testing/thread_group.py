@@ -23,9 +23,9 @@ from shardcompile.collectives.transport import Transport
 from shardcompile.compat import one_process as rank_state
 from shardcompile.dispatch.foreign import collective_refusal
 from shardcompile.tensor.core import ShardTensor
-from shardcompile.testing import meetings
-from shardcompile.testing.meetings import Meeting, MeetingError, Message, Part, Room
-from shardcompile.testing.turns import Turns
+from shardcompile.testing import rendezvous
+from shardcompile.testing.rendezvous import Meeting, MeetingError, Message, Part, Room
+from shardcompile.testing.scheduler import Turns
 
 _REDUCED = {
     torch.float32,
@@ -124,29 +124,29 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     # Collectives. Some have another name in torch 2.11 - 2.12 than in 2.13 - 2.15.
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:
-        op = meetings.op_name(opts.reduceOp) if opts is not None else "SUM"
+        op = rendezvous.op_name(opts.reduceOp) if opts is not None else "SUM"
         _refuse_reduction(tensors)
-        stated = " and ".join(meetings.describe("all_reduce", x, op.lower()) for x in tensors)
-        return self._join(Part(stated, tensors, tensors), meetings.all_reduce(op))
+        stated = " and ".join(rendezvous.describe("all_reduce", x, op.lower()) for x in tensors)
+        return self._join(Part(stated, tensors, tensors), rendezvous.all_reduce(op))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:
-        op = meetings.op_name(opts.reduceOp)
+        op = rendezvous.op_name(opts.reduceOp)
         _refuse_reduction(tensors)
-        stated = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
-        return self._join(Part(stated, tensors, tensors), meetings.reduce_to(opts.rootRank, op))
+        stated = rendezvous.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
+        return self._join(Part(stated, tensors, tensors), rendezvous.reduce_to(opts.rootRank, op))
 
     def barrier(self, opts: object = None) -> Work:
-        return self._join(Part("barrier"), meetings.barrier)
+        return self._join(Part("barrier"), rendezvous.barrier)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:
-        stated = meetings.describe("broadcast", tensors[0], "from", opts.rootRank)
-        return self._join(Part(stated, (), tensors), meetings.broadcast(opts.rootRank))
+        stated = rendezvous.describe("broadcast", tensors[0], "from", opts.rootRank)
+        return self._join(Part(stated, (), tensors), rendezvous.broadcast(opts.rootRank))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: object = None) -> Work:
-        part = Part(meetings.describe("all_gather", inputs[0]), inputs, outputs[0])
-        return self._join(part, meetings.all_gather)
+        part = Part(rendezvous.describe("all_gather", inputs[0]), inputs, outputs[0])
+        return self._join(part, rendezvous.all_gather)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> Work:
         parts = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
@@ -164,11 +164,11 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions
     ) -> Work:
-        op = meetings.op_name(opts.reduceOp)
+        op = rendezvous.op_name(opts.reduceOp)
         _refuse_reduction(outputs)
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs[0])
         stated = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
-        return self._join(Part(stated, inputs[0], outputs), meetings.reduce_scatter(op))
+        return self._join(Part(stated, inputs[0], outputs), rendezvous.reduce_scatter(op))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions) -> Work:
         parts = input.view(-1).chunk(self.size()) if input.numel() else [input] * self.size()
@@ -184,7 +184,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: object = None) -> Work:
-        return self._join(Part(f"all_to_all of {inputs[0].dtype}", inputs, outputs), meetings.all_to_all)
+        return self._join(Part(f"all_to_all of {inputs[0].dtype}", inputs, outputs), rendezvous.all_to_all)
 
     def all_to_all_single(
         self,
@@ -203,13 +203,15 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions) -> Work:
         part = Part(
-            meetings.describe("scatter", outputs[0], "from", opts.rootRank), inputs[0] if inputs else (), outputs
+            rendezvous.describe("scatter", outputs[0], "from", opts.rootRank), inputs[0] if inputs else (), outputs
         )
-        return self._join(part, meetings.scatter(opts.rootRank))
+        return self._join(part, rendezvous.scatter(opts.rootRank))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: GatherOptions) -> Work:
-        part = Part(meetings.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ())
-        return self._join(part, meetings.gather(opts.rootRank))
+        part = Part(
+            rendezvous.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ()
+        )
+        return self._join(part, rendezvous.gather(opts.rootRank))
 
     def _join(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
         self._refuse_other_devices([*part.given, *part.taken])
@@ -239,7 +241,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     def _way(self, verb: str, x: Tensor, peer: int, tag: int) -> str:
         preposition = "to" if verb == "to send" else "from"
-        return f"rank {self._room.ranks[peer]} {meetings.describe(verb, x)} {preposition} it (tag {tag})"
+        return f"rank {self._room.ranks[peer]} {rendezvous.describe(verb, x)} {preposition} it (tag {tag})"
 
     def _refuse_other_devices(self, tensors: Sequence[Tensor]) -> None:
         """Raise if a tensor is on another device. The CPU is always allowed: torch sends Python objects from there.

@@ -25,7 +25,7 @@ class Outcome:
         values: the leaves of the result, as full values.
         structure: the structure of the result.
         gradients: the gradients of the inputs, as full values; None for an input without one.
-        problems: faults that do not depend on the values, such as a block that does not fit its layout.
+        problems: faults that do not depend on the values, such as a shard that does not fit its layout.
     """
 
     values: list[Any]
@@ -61,7 +61,7 @@ class Trial:
     @property
     def problems(self) -> list[str]:
         """The faults of the results that do not depend on values."""
-        return [p for v in self.values for p in block_problems(v)]
+        return [p for v in self.values for p in shard_problems(v)]
 
     def backward(self, name: str) -> Trial:
         """Run the backward pass.
@@ -105,22 +105,22 @@ def describe_value(x: object) -> str:
 
 def largest_share(x: object) -> float:
     """How many times that of an even division the largest shard is, along the dim where that is most."""
-    cuts = x.sharding.cuts if isinstance(x, ShardTensor) else []
-    sizes = [cut.sizes for cut in cuts if cut is not None and any(cut.sizes)]
+    partitions = x.sharding.partitions if isinstance(x, ShardTensor) else []
+    sizes = [partition.sizes for partition in partitions if partition is not None and any(partition.sizes)]
     return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
 
 
-def block_problems(x: object) -> list[str]:
-    """How a sharded tensor's block does not fit its layout, or what it tells of it; empty if it fits."""
+def shard_problems(x: object) -> list[str]:
+    """How a sharded tensor's shard does not fit its layout, or what it tells of it; empty if it fits."""
     if not isinstance(x, ShardTensor):
         return []
     layout, local = x._spec.layout, x._local_tensor
     expected = layout.local_shape(layout.mesh.get_coordinate())
     problems = []
     if tuple(local.shape) != tuple(expected) or local.dtype != layout.dtype:
-        problems.append(f"the block is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
+        problems.append(f"the shard is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
     if isinstance(local, ShardTensor):
-        problems.append("the block is a sharded tensor itself")
+        problems.append("the shard is a sharded tensor itself")
     return problems + _differing_answers(x)
 
 
@@ -156,7 +156,7 @@ def gradient_problems(x: Tensor) -> list[str]:
     """The faults of a leaf's gradient that do not depend on values."""
     if isinstance(x.grad, ShardTensor) and not isinstance(x, ShardTensor):
         return [f"it is sharded, of a plain tensor: {x.grad.sharding.describe()}"]
-    return block_problems(x.grad)
+    return shard_problems(x.grad)
 
 
 def go_backward(values: Sequence[object], name: str) -> bool:

@@ -19,7 +19,7 @@ def _names(wanted: Callable[[Descriptor[Any]], bool]) -> frozenset[str]:
 
 
 _SENDING = _names(lambda d: d.communicates)
-"""The ops that send something. Other ops of our namespace are kernels for a block, or compute cuts."""
+"""The ops that send something. Other ops of our namespace are kernels for a shard, or compute partitions."""
 
 _EXCHANGES = _names(lambda d: d.communicates and d.moves_rows)
 """The ops that send rows from one rank to others."""
@@ -53,7 +53,7 @@ class CollectiveWatch(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if any(issubclass(t, ShardTensor) for t in types):
-            return NotImplemented  # its ops on blocks come back here
+            return NotImplemented  # its ops on local shards come back here
         out = op(*args, **(kwargs or {}))
         if op.name() in _SENDING:
             self.saw(op.name(), args[0], out)
@@ -64,7 +64,7 @@ class ServiceWatch(CollectiveWatch):
     """Finds out how an op was served.
 
     Args:
-        whole: the number of elements of the smallest cut input.
+        whole: the number of elements of the smallest sharded input.
 
     Attributes:
         nbytes: the bytes of this rank's payloads.

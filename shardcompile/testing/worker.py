@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not de
 
 from shardcompile.collectives.transport import device_type, gpus
 from shardcompile.testing.cleanup import Cleaner, seed
-from shardcompile.testing.here import default_mesh, set_mesh_shape
+from shardcompile.testing.current import default_mesh, set_mesh_shape
 from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
 
 # pytest enforces the timeout of each test and kills the rank. This timeout only has to be longer.

@@ -44,23 +44,23 @@ class Setting:
         """Whether this is the run on sharded tensors."""
         return self.mesh is not None
 
-    def sizes(self, extent: int) -> list[int]:
-        """Uneven block sizes, one of them empty where there are more than two."""
+    def sizes(self, size: int) -> list[int]:
+        """Uneven shard sizes, one of them empty where there are more than two."""
         ranks = self.over.size() if self.over is not None else 1
-        return [extent] if ranks == 1 else [extent - 2, 2] if ranks == 2 else [extent - 2, *[0] * (ranks - 2), 2]
+        return [size] if ranks == 1 else [size - 2, 2] if ranks == 2 else [size - 2, *[0] * (ranks - 2), 2]
 
-    def cut(self, full: Tensor, dim: int = 0) -> Any:
-        """A tensor in uneven blocks."""
+    def partition(self, full: Tensor, dim: int = 0) -> Any:
+        """A tensor in uneven shards."""
         if self.over is None:
             return full.clone()
         return sc.distribute_tensor(full, self.over, [Shard(dim)], sharding_shapes={0: self.sizes(full.shape[dim])})
 
-    def cut_parameters(self, module: nn.Module) -> nn.Module:
+    def shard_parameters(self, module: nn.Module) -> nn.Module:
         """Put the parameters of a module into uneven blocks of rows."""
         if self.over is not None:
             for owner in module.modules():
                 for name, p in list(owner.named_parameters(recurse=False)):
-                    setattr(owner, name, nn.Parameter(self.cut(p.detach())))
+                    setattr(owner, name, nn.Parameter(self.partition(p.detach())))
         return module
 
     def compile(self, function: Any, **options: Any) -> Any:

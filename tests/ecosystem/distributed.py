@@ -64,7 +64,7 @@ def _styled(plan: Callable[[], dict[str, Any]], same: bool) -> Callable[[Setting
         if here.mesh is not None:
             model = parallelize_module(model, here.over if same else here.mesh["model"], plan())
         # DTensor takes it that all ranks have as many rows, so that `model` has to divide them.
-        x, y = here.cut(values(8, 4)), here.cut(values(8, 4, seed=1))
+        x, y = here.partition(values(8, 4)), here.partition(values(8, 4, seed=1))
         loss = here.compile(lambda x, y: (model(x) - y).square().mean())(x, y)
         loss.backward()
         return loss, gradients(model)
@@ -102,7 +102,7 @@ STYLES: dict[str, Callable[[], dict[str, Any]]] = {
 
 def _wrapped_as_dtensor(placement: Any) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        x = here.cut(values(7, 4))
+        x = here.partition(values(7, 4))
 
         def total(x: Any) -> Any:
             if here.mesh is not None:
@@ -120,7 +120,7 @@ def _wrapped_over_another(here: Setting) -> Any:
     def total(x: Any) -> Any:
         return ((DTensor.from_local(x, model, [Replicate()]) if model is not None else x) * 2).sum()
 
-    return here.compile(total)(here.cut(values(7, 4)))
+    return here.compile(total)(here.partition(values(7, 4)))
 
 
 def _distributed_as_dtensor(here: Setting) -> Any:
@@ -129,12 +129,12 @@ def _distributed_as_dtensor(here: Setting) -> Any:
     def run(x: Any) -> Any:
         return distribute_tensor(x, over, [Shard(0)]) if over is not None else x
 
-    return here.compile(run)(here.cut(values(7, 4)))
+    return here.compile(run)(here.partition(values(7, 4)))
 
 
 def _parameter_is_dtensor(placement: Any) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        x, w = here.cut(values(7, 4)), values(4, 5, seed=2)
+        x, w = here.partition(values(7, 4)), values(4, 5, seed=2)
         if here.mesh is not None:
             w = distribute_tensor(w, here.over, [placement])
         w.requires_grad_()
@@ -146,7 +146,7 @@ def _parameter_is_dtensor(placement: Any) -> Callable[[Setting], Any]:
 
 
 def _parameter_over_another(here: Setting) -> Any:
-    x, w = here.cut(values(7, 4)), values(4, 5, seed=2)
+    x, w = here.partition(values(7, 4)), values(4, 5, seed=2)
     if here.mesh is not None:
         w = distribute_tensor(w, here.mesh["model"], [Shard(0)])
     return here.compile(lambda x, w: (x @ w).tanh().sum())(x, w)
@@ -155,7 +155,7 @@ def _parameter_over_another(here: Setting) -> Any:
 def _converted(here: Setting) -> Any:
     """What the refusal names as the way out, for the other input as well."""
     model = _normed()
-    x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+    x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
     if here.mesh is not None:
         model = parallelize_module(model, here.over, STYLES["`ColwiseParallel`, `RowwiseParallel`"]())
         x = x.redistribute(sharding_shapes={0: [3, 3, 1]}).to_dtensor()
@@ -166,7 +166,7 @@ def _converted(here: Setting) -> Any:
 
 def _gathered_first(here: Setting) -> Any:
     model = _normed()
-    x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+    x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
     if here.mesh is not None:
         model = parallelize_module(model, here.over, STYLES["`ColwiseParallel`, `RowwiseParallel`"]())
         x = x.full_tensor()
@@ -202,7 +202,7 @@ def _trained(here: Setting, model: nn.Module, wrap: Callable[[nn.Module], Any], 
         wrap: puts the wrapper around it.
         how: where the compiled run compiles: "inside" of the wrapper each layer, or "around" it, with graph breaks.
     """
-    x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+    x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
     if here.mesh is None:
         loss = (model(x) - y).square().mean()
         loss.backward()
@@ -223,7 +223,7 @@ def _trained(here: Setting, model: nn.Module, wrap: Callable[[nn.Module], Any], 
 
 def _ddp(how: str = "inside", same: bool = True, in_blocks: bool = False) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        model = here.cut_parameters(_layers()) if in_blocks else _layers()
+        model = here.shard_parameters(_layers()) if in_blocks else _layers()
 
         def wrap(model: nn.Module) -> Any:
             return DistributedDataParallel(model, process_group=None if same else here.mesh.get_group("model"))
@@ -237,7 +237,7 @@ def _fsdp1(
     how: str = "inside", over: str = "same", in_blocks: bool = False, strategy: Any = ShardingStrategy.FULL_SHARD
 ) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        model = here.cut_parameters(_layers()) if in_blocks else _layers()
+        model = here.shard_parameters(_layers()) if in_blocks else _layers()
 
         def wrap(model: nn.Module) -> Any:
             return FullyShardedDataParallel(
@@ -255,7 +255,7 @@ def _fsdp1(
 
 def _fsdp2(how: str = "inside", over: str = "same", in_blocks: bool = False) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        model: Any = here.cut_parameters(_layers()) if in_blocks else _layers()
+        model: Any = here.shard_parameters(_layers()) if in_blocks else _layers()
 
         def wrap(model: Any) -> Any:
             fully_shard(model[0], mesh=_mesh(here, over))
@@ -267,11 +267,11 @@ def _fsdp2(how: str = "inside", over: str = "same", in_blocks: bool = False) -> 
 
 
 def _beside_blocks(wrapper: str) -> Callable[[Setting], Any]:
-    """Parameters in blocks beside plain ones that a wrapper manages: what the refusal names as the way out."""
+    """Parameters sharded beside plain ones that a wrapper manages: what the refusal names as the way out."""
 
     def run(here: Setting) -> Any:
         model: Any = _layers()
-        here.cut_parameters(model[0])
+        here.shard_parameters(model[0])
 
         def wrap(model: Any) -> Any:
             own = set(model[0].parameters())
@@ -303,7 +303,7 @@ def _raw_collective(here: Setting) -> Any:
             dist.all_reduce(x)
         return x
 
-    return here.compile(run)(here.cut(values(7, 4)))
+    return here.compile(run)(here.partition(values(7, 4)))
 
 
 def _functional_collective(here: Setting) -> Any:
@@ -314,7 +314,7 @@ def _functional_collective(here: Setting) -> Any:
     def run(x: Any) -> Any:
         return funcol.all_reduce(x, "sum", over) if over is not None else x
 
-    return here.compile(run)(here.cut(values(7, 4)))
+    return here.compile(run)(here.partition(values(7, 4)))
 
 
 def _broadcast(here: Setting) -> Any:
@@ -323,7 +323,7 @@ def _broadcast(here: Setting) -> Any:
             dist.broadcast(x, 0)
         return x
 
-    return here.compile(run)(here.cut(values(7, 4)))
+    return here.compile(run)(here.partition(values(7, 4)))
 
 
 def _gathered(here: Setting) -> Any:
@@ -334,34 +334,34 @@ def _gathered(here: Setting) -> Any:
         dist.all_gather(out, x)
         return out[0]
 
-    return here.compile(run)(here.cut(values(7, 4)))
+    return here.compile(run)(here.partition(values(7, 4)))
 
 
-OTHER_BLOCKS = (
+OTHER_SHARDS = (
     "these ranks hold different blocks of it, and a DTensor would take each for the whole of a block of its own. The "
-    "styles of parallelize_module wrap their inputs so. Pass x.to_dtensor() where the cut is torch.chunk's (redistribute "
+    "styles of parallelize_module wrap their inputs so. Pass x.to_dtensor() where the partition is torch.chunk's (redistribute "
     "with sharding_shapes gives that), x.full_tensor() for Replicate(), or parallelize over another mesh dim than the "
-    "one that cuts x"
+    "one that partitions x"
 )
 WHOLE = "it takes the whole tensor. Pass x.full_tensor(), or convert by x.to_dtensor()"
 TWO_MESHES = "bring them to one mesh first (full_tensor() and distribute_tensor())"
 OTHER_ORDER = (
-    "its blocks lie in another order than that of the mesh dims, as those of parameters do that FSDP2 cuts once more "
+    "its blocks lie in another order than that of the mesh dims, as those of parameters do that FSDP2 partitions once more "
     "after tensor parallelism. First x.redistribute(placements=[Replicate(), Shard(dim=0)])"
 )
-IN_BLOCKS = (
-    "it would cut, bucket or average this rank's block as if that were the whole parameter. Parameters in blocks get "
+IN_SHARDS = (
+    "it would shard, bucket or average this rank's local shard as if that were the whole parameter. Parameters sharded get "
     "complete gradients without a wrapper; exclude them from it (ignored_params of fully_shard, ignored_states of FSDP, "
-    "modules outside of the one that DDP wraps), or leave them plain and let the wrapper cut them"
+    "modules outside of the one that DDP wraps), or leave them plain and let the wrapper sharded them"
 )
 SENT = (
-    "it would send each rank's block as if that were the whole tensor. x.full_tensor() is all of it, on every rank; "
-    "x.redistribute(placements=...) gives another layout; to send this rank's block as such, take x.to_local()"
+    "it would send each rank's local shard as if that were the whole tensor. x.full_tensor() is all of it, on every rank; "
+    "x.redistribute(placements=...) gives another layout; to send this rank's local shard as such, take x.to_local()"
 )
 DT, TP, DP, CC = "DTensor", "Tensor parallelism, `parallelize_module`", "Data parallelism", "Collectives called by hand"
 CASES = [
     *[
-        Case(DT, f"`DTensor.from_local(sharded, mesh, [{p}])`", _wrapped_as_dtensor(q), OTHER_BLOCKS, OTHER_BLOCKS)
+        Case(DT, f"`DTensor.from_local(sharded, mesh, [{p}])`", _wrapped_as_dtensor(q), OTHER_SHARDS, OTHER_SHARDS)
         for p, q in [("Replicate()", Replicate()), ("Shard(0)", Shard(0)), ("Partial()", Partial())]
     ],
     Case(DT, "`DTensor.from_local` over another mesh dim", _wrapped_over_another, ranks=4),
@@ -394,17 +394,17 @@ CASES = [
     Case(DT, "the same, redistributed first", _from_strided(True), ranks=4, processes=True),
     Case(
         TP,
-        "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.to_dtensor()`",
+        "`ColwiseParallel`, `RowwiseParallel`, mesh dim that shards the input, given `x.to_dtensor()`",
         _converted,
         processes=True,
     ),
     Case(
         TP,
-        "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.full_tensor()`",
+        "`ColwiseParallel`, `RowwiseParallel`, mesh dim that shards the input, given `x.full_tensor()`",
         _gathered_first,
     ),
     *[
-        Case(TP, f"{name}, mesh dim that cuts the input", _styled(plan, True), OTHER_BLOCKS, OTHER_BLOCKS)
+        Case(TP, f"{name}, mesh dim that shards the input", _styled(plan, True), OTHER_SHARDS, OTHER_SHARDS)
         for name, plan in STYLES.items()
     ],
     *[
@@ -447,20 +447,20 @@ CASES = [
         )
         for name, make in [("DDP", _ddp), ("FSDP1", _fsdp1), ("FSDP2", _fsdp2)]
     ],
-    Case(DP, "DDP, parameters in blocks", _ddp(in_blocks=True), IN_BLOCKS, IN_BLOCKS),
-    Case(DP, "FSDP1, parameters in blocks", _fsdp1(in_blocks=True), IN_BLOCKS, IN_BLOCKS),
-    Case(DP, "FSDP2, parameters in blocks", _fsdp2(in_blocks=True), IN_BLOCKS, IN_BLOCKS),
+    Case(DP, "DDP, parameters sharded", _ddp(in_blocks=True), IN_SHARDS, IN_SHARDS),
+    Case(DP, "FSDP1, parameters sharded", _fsdp1(in_blocks=True), IN_SHARDS, IN_SHARDS),
+    Case(DP, "FSDP2, parameters sharded", _fsdp2(in_blocks=True), IN_SHARDS, IN_SHARDS),
     Case(
         DP,
-        "FSDP2 over another mesh dim, parameters in blocks",
+        "FSDP2 over another mesh dim, parameters sharded",
         _fsdp2(over="other", in_blocks=True),
-        IN_BLOCKS,
-        IN_BLOCKS,
+        IN_SHARDS,
+        IN_SHARDS,
         ranks=4,
     ),
-    Case(DP, "DDP of a part, the rest of the parameters in blocks", _beside_blocks("ddp"), processes=True),
-    Case(DP, "FSDP1, `ignored_states` in blocks", _beside_blocks("fsdp1")),
-    Case(DP, "FSDP2, `ignored_params` in blocks", _beside_blocks("fsdp2")),
+    Case(DP, "DDP of a part, the rest of the parameters sharded", _beside_blocks("ddp"), processes=True),
+    Case(DP, "FSDP1, `ignored_states` sharded", _beside_blocks("fsdp1")),
+    Case(DP, "FSDP2, `ignored_params` sharded", _beside_blocks("fsdp2")),
     Case(CC, "`dist.all_reduce(sharded)`", _raw_collective, SENT, SENT, processes=True),
     Case(CC, "`dist.broadcast(sharded, 0)`", _broadcast, SENT, NOT_IN_TORCH),
     Case(CC, "`dist.all_gather(list, sharded)`", _gathered, SENT, SENT),

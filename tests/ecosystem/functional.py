@@ -20,28 +20,28 @@ def _loss(model: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _grad_of_parameters(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     return here.compile(lambda s, x: func.grad(_loss(model))(s, x))(_state(model), x)
 
 
 def _grad_of_captured(here: Setting) -> Any:
     """The input is no argument of the function that is differentiated."""
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     return here.compile(lambda s, x: func.grad(lambda s: _loss(model)(s, x))(s))(_state(model), x)
 
 
 def _grad_of_input(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     return here.compile(func.grad(lambda x: model(x).square().mean()))(x)
 
 
 def _grad_and_value(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     return here.compile(lambda s, x: func.grad_and_value(_loss(model))(s, x))(_state(model), x)
 
 
 def _vjp(here: Setting) -> Any:
-    model, x, v = net(), here.cut(values(7, 4)), here.cut(values(7, 4, seed=3))
+    model, x, v = net(), here.partition(values(7, 4)), here.partition(values(7, 4, seed=3))
 
     def run(x: Any, v: Any) -> Any:
         out, pull = func.vjp(model, x)
@@ -51,58 +51,58 @@ def _vjp(here: Setting) -> Any:
 
 
 def _jvp_of_input(here: Setting) -> Any:
-    model, x, v = net(), here.cut(values(7, 4)), here.cut(values(7, 4, seed=3))
+    model, x, v = net(), here.partition(values(7, 4)), here.partition(values(7, 4, seed=3))
     return here.compile(lambda x, v: func.jvp(model, (x,), (v,)))(x, v)
 
 
 def _jvp_of_parameters(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     s, t = _state(model), _state(net(seed=5))
     return here.compile(lambda s, t, x: func.jvp(lambda s: _loss(model)(s, x), (s,), (t,)))(s, t, x)
 
 
 def _hessian_of_parameters(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(lambda w, x: func.hessian(lambda w: torch.tanh(x @ w).square().mean())(w))(values(4, seed=2), x)
 
 
 def _jacrev(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(lambda w, x: func.jacrev(lambda w: torch.tanh(x @ w).square().mean(0))(w))(
         values(4, 2, seed=2), x
     )
 
 
 def _jacfwd(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(lambda w, x: func.jacfwd(lambda w: torch.tanh(x @ w).square().mean(0))(w))(
         values(4, 2, seed=2), x
     )
 
 
 def _hessian_of_input(here: Setting) -> Any:
-    x = here.cut(values(5, 2))
+    x = here.partition(values(5, 2))
     return here.compile(func.hessian(lambda x: x.sin().prod(-1).sum()))(x)
 
 
 def _vmap_rows(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     model = net()
     return here.compile(func.vmap(lambda row: model(row).square().sum()))(x)
 
 
 def _vmap_columns(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(func.vmap(lambda column: column.cos().sum(), in_dims=1))(x)
 
 
 def _vmap_of_plain(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(lambda ws, x: func.vmap(lambda w: (x @ w).sum())(ws))(values(3, 4, seed=2), x)
 
 
 def _per_sample(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     per = func.vmap(func.grad(_loss(model)), in_dims=(None, 0))
     return here.compile(lambda s, x: per(s, x))(_state(model), x)
 
@@ -110,7 +110,7 @@ def _per_sample(here: Setting) -> Any:
 def _laplacian_by_autograd(here: Setting) -> Any:
     """The Laplacian of a network at collocation points: what a physics-informed loss is made of."""
     model = net()
-    points = here.cut(values(7, 4)).requires_grad_()
+    points = here.partition(values(7, 4)).requires_grad_()
 
     def loss_of(points: Any) -> Any:
         u = model(points)[:, 0]
@@ -129,7 +129,7 @@ def _laplacian_by_autograd(here: Setting) -> Any:
 
 
 def _laplacian_by_func(here: Setting) -> Any:
-    model, points = net(), here.cut(values(7, 4))
+    model, points = net(), here.partition(values(7, 4))
 
     def loss_of(points: Any) -> Any:
         def u(point: Any) -> Any:
@@ -144,7 +144,7 @@ def _laplacian_by_func(here: Setting) -> Any:
 
 
 def _laplacian_by_jvp(here: Setting) -> Any:
-    model, points = net(), here.cut(values(7, 4))
+    model, points = net(), here.partition(values(7, 4))
 
     def loss_of(points: Any) -> Any:
         direction = torch.zeros_like(points)
@@ -163,7 +163,7 @@ def _laplacian_by_jvp(here: Setting) -> Any:
 def _forward_ad(here: Setting) -> Any:
     import torch.autograd.forward_ad as fwd
 
-    x, v = here.cut(values(7, 4)), here.cut(values(7, 4, seed=3))
+    x, v = here.partition(values(7, 4)), here.partition(values(7, 4, seed=3))
     model = net()
 
     def run(x: Any, v: Any) -> Any:
@@ -174,7 +174,7 @@ def _forward_ad(here: Setting) -> Any:
 
 
 def _autograd_functional(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     w = values(4, seed=2)
 
     def run(x: Any, w: Any) -> Any:
@@ -184,7 +184,7 @@ def _autograd_functional(here: Setting) -> Any:
 
 
 def _functional_call(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     state = {k: v.requires_grad_() for k, v in _state(net(seed=4)).items()}
     loss = here.compile(lambda s, x: _loss(model)(s, x))(state, x)
     loss.backward()
@@ -192,7 +192,7 @@ def _functional_call(here: Setting) -> Any:
 
 
 def _linearize(here: Setting) -> Any:
-    model, x, v = net(), here.cut(values(7, 4)), here.cut(values(7, 4, seed=3))
+    model, x, v = net(), here.partition(values(7, 4)), here.partition(values(7, 4, seed=3))
 
     def run(x: Any, v: Any) -> Any:
         out, push = func.linearize(model, x)
@@ -202,19 +202,19 @@ def _linearize(here: Setting) -> Any:
 
 
 def _functionalize(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(func.functionalize(lambda x: (x * 2).add_(1)))(x)
 
 
 def _ensemble(here: Setting) -> Any:
-    models, x = [net(s) for s in range(3)], here.cut(values(7, 4))
+    models, x = [net(s) for s in range(3)], here.partition(values(7, 4))
     state, _ = func.stack_module_state(models)
     run = func.vmap(lambda s, x: func.functional_call(models[0], s, (x,)), in_dims=(0, None))
     return here.compile(lambda s, x: run(s, x))({k: v.detach() for k, v in state.items()}, x)
 
 
 def _cond(here: Setting) -> Any:
-    x = here.cut(values(7, 4)).requires_grad_()
+    x = here.partition(values(7, 4)).requires_grad_()
 
     def run(flag: Any, x: Any) -> Any:
         return torch.cond(flag, lambda x: x.sin() * 2, lambda x: x.cos(), (x,))
@@ -226,12 +226,12 @@ def _cond(here: Setting) -> Any:
 
 
 def _cond_sharded_flag(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)))(x)
 
 
 def _cond_captured(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
 
     def run(flag: Any) -> Any:
         return torch.cond(flag, lambda: x.sin(), lambda: x.cos(), ())
@@ -242,7 +242,7 @@ def _cond_captured(here: Setting) -> Any:
 def _while_captured(here: Setting) -> Any:
     from torch._higher_order_ops import while_loop
 
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
 
     def run(s: Any) -> Any:
         return while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + x.sum()), (torch.tensor(0), s))
@@ -253,7 +253,7 @@ def _while_captured(here: Setting) -> Any:
 def _while_loop(here: Setting) -> Any:
     from torch._higher_order_ops import while_loop
 
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
 
     def run(x: Any) -> Any:
         return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (torch.tensor(0), x))
@@ -264,27 +264,27 @@ def _while_loop(here: Setting) -> Any:
 def _scan(here: Setting) -> Any:
     from torch._higher_order_ops.scan import scan
 
-    x = here.cut(values(5, 7, 4), dim=1)
-    init = here.cut(values(7, 4, seed=1))
+    x = here.partition(values(5, 7, 4), dim=1)
+    init = here.partition(values(7, 4, seed=1))
     return here.compile(lambda init, x: scan(lambda c, x: (c * 0.5 + x, c.sin()), init, x))(init, x)
 
 
 def _associative_scan(here: Setting) -> Any:
     from torch._higher_order_ops.associative_scan import associative_scan
 
-    x = here.cut(values(5, 7, 4), dim=1)
+    x = here.partition(values(5, 7, 4), dim=1)
     return here.compile(lambda x: associative_scan(torch.add, x, 0, combine_mode="generic"))(x)
 
 
 def _map(here: Setting) -> Any:
     from torch._higher_order_ops.map import map as torch_map
 
-    x = here.cut(values(5, 7, 4), dim=1)
+    x = here.partition(values(5, 7, 4), dim=1)
     return here.compile(lambda x: torch_map(lambda row: row.sin(), x))(x)
 
 
 def _nested_region(here: Setting) -> Any:
-    x = here.cut(values(7, 4)).requires_grad_()
+    x = here.partition(values(7, 4)).requires_grad_()
 
     @torch.compiler.nested_compile_region
     def layer(x: Any) -> Any:
@@ -298,7 +298,7 @@ def _nested_region(here: Setting) -> Any:
 def _flex(here: Setting) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    q, k, v = (here.cut(values(3, 2, 6, 4, seed=s)) for s in range(3))
+    q, k, v = (here.partition(values(3, 2, 6, 4, seed=s)) for s in range(3))
 
     def bias(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return score + (i - j)
@@ -307,36 +307,36 @@ def _flex(here: Setting) -> Any:
 
 
 def _export(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     return torch.export.export(model, (x,)).module()(x + 1) if here.sharded else model(x + 1)
 
 
 def _export_saved(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     rows = torch.export.Dim("rows", min=2)
     exported = torch.export.export(model, (values(7, 4),), dynamic_shapes=({0: rows},)).module()
     return here.compile(exported)(x + 1)
 
 
 def _jit(here: Setting) -> Any:
-    model, x = net(), here.cut(values(7, 4))
+    model, x = net(), here.partition(values(7, 4))
     return torch.jit.trace(model, (x,), check_trace=False)(x + 1)
 
 
 def _fx(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(torch.fx.symbolic_trace(net()))(x)
 
 
 def _make_fx(here: Setting) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return make_fx(net())(x)(x + 1)
 
 
 def _scripted(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
+    x = here.partition(values(7, 4))
     return here.compile(torch.jit.script(net()))(x)
 
 
@@ -345,25 +345,25 @@ TRACED = (
     "torch.export has made of plain tensors runs on sharded ones"
 )
 NO_LAYOUT = "torch traces its function on tensors that have no layout. "
-IN_BLOCKS = "; or run it on blocks by shardcompile.local_map"
+IN_SHARDS = "; or run it on local shards by shardcompile.local_map"
 COND = (
     NO_LAYOUT
     + (
         "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is compiled as "
         "one of them"
     )
-    + IN_BLOCKS
+    + IN_SHARDS
 )
-WHILE = NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_BLOCKS
+WHILE = NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_SHARDS
 SCAN = (
     NO_LAYOUT
     + (
         "A Python loop along a whole dim is unrolled; cumsum and the other cumulative ops work along any dim, "
         "torch._higher_order_ops.associative_scan along whole ones"
     )
-    + IN_BLOCKS
+    + IN_SHARDS
 )
-MAP = NO_LAYOUT + "torch.vmap, or a Python loop along a whole dim, does the same" + IN_BLOCKS
+MAP = NO_LAYOUT + "torch.vmap, or a Python loop along a whole dim, does the same" + IN_SHARDS
 SECTION = "`torch.func` and derivatives in a loss"
 HIGHER = "Higher-order ops"
 EXPORT = "Graphs beside `torch.compile`"
@@ -385,7 +385,7 @@ CASES = [
         (SECTION, "`jacrev`, plain parameters", _jacrev, RIGHT, RIGHT),
         (SECTION, "`jacfwd`, plain parameters", _jacfwd, RIGHT, RIGHT),
         (SECTION, "`hessian`, sharded input", _hessian_of_input, RIGHT, RIGHT),
-        (SECTION, "`vmap` over the rows that are cut", _vmap_rows, RIGHT, RIGHT),
+        (SECTION, "`vmap` over the rows that are sharded", _vmap_rows, RIGHT, RIGHT),
         (SECTION, "`vmap` over whole columns", _vmap_columns, RIGHT, RIGHT),
         (SECTION, "`vmap` over plain weights", _vmap_of_plain, RIGHT, RIGHT),
         (SECTION, "`vmap` of `grad`: a gradient for each sample", _per_sample, RIGHT, RIGHT),

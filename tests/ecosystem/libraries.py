@@ -15,7 +15,7 @@ from ecosystem.distributed import SENT
 def _contracted(here: Setting) -> Any:
     import opt_einsum
 
-    x, a, b = here.cut(values(7, 4)), values(4, 5, seed=1), here.cut(values(7, 5, seed=2))
+    x, a, b = here.partition(values(7, 4)), values(4, 5, seed=1), here.partition(values(7, 5, seed=2))
     # The search for a path cannot be traced, with plain tensors either.
     contract = here.compile(lambda *given: opt_einsum.contract("nc,cd,nd->nd", *given), fullgraph=False)
     return contract(x, a, b), contract(x, a.requires_grad_(), b)
@@ -24,14 +24,14 @@ def _contracted(here: Setting) -> Any:
 def _contracted_plain_first(here: Setting) -> Any:
     import opt_einsum
 
-    x, a = here.cut(values(7, 4)), values(4, 5, seed=1)
+    x, a = here.partition(values(7, 4)), values(4, 5, seed=1)
     return here.compile(lambda x, a: opt_einsum.contract("cd,nc->nd", a, x), fullgraph=False)(x, a)
 
 
 def _contracted_all(here: Setting) -> Any:
     import opt_einsum
 
-    x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+    x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
     expression = opt_einsum.contract_expression("nc,nc,cd,ne->de", (7, 4), (7, 4), (4, 5), (7, 4))
 
     def run(x: Any, y: Any, w: Any) -> Any:
@@ -43,7 +43,7 @@ def _contracted_all(here: Setting) -> Any:
 def _rearranged(here: Setting) -> Any:
     from einops import einsum, pack, rearrange, reduce, repeat, unpack
 
-    x = here.cut(values(6, 7, 4), dim=1).requires_grad_()
+    x = here.partition(values(6, 7, 4), dim=1).requires_grad_()
 
     def run(x: Any) -> Any:
         swapped = rearrange(x, "b n (h c) -> b h n c", h=2)
@@ -63,14 +63,14 @@ def _einops_layers(here: Setting) -> Any:
     from einops.layers.torch import Rearrange, Reduce
 
     model = nn.Sequential(Rearrange("n (h c) -> n h c", h=2), Reduce("n h c -> n c", "max"))
-    return here.compile(model)(here.cut(values(7, 4)))
+    return here.compile(model)(here.partition(values(7, 4)))
 
 
 def _board(here: Setting) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    loss = here.compile(net())(here.cut(values(7, 4))).square().mean()
-    x = here.cut(values(7, 4))
+    loss = here.compile(net())(here.partition(values(7, 4))).square().mean()
+    x = here.partition(values(7, 4))
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
         writer.add_scalar("loss", loss, 1)
         writer.add_histogram("x", x.full_tensor() if here.sharded else x, 1)
@@ -95,7 +95,7 @@ def _accelerated(here: Setting) -> Any:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
-    x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+    x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
     losses = []
     # DDP's hooks are in no graph: with breaks around them.
     loss_of = here.compile(lambda x, y: (model(x) - y).square().mean(), fullgraph=False)
@@ -113,7 +113,7 @@ def _accelerated(here: Setting) -> Any:
 
 
 def _accelerate_gathers(here: Setting) -> Any:
-    loss = here.compile(net())(here.cut(values(7, 4))).square().mean().detach()
+    loss = here.compile(net())(here.partition(values(7, 4))).square().mean().detach()
     if not here.sharded:
         return loss
     return _accelerator().gather(loss)
@@ -130,7 +130,7 @@ def _lit(here: Setting) -> Any:
 
         def training_step(self, batch: Any, index: int) -> Any:
             x, y = batch
-            loss = (self.net(here.cut(x)) - here.cut(y)).square().mean()
+            loss = (self.net(here.partition(x)) - here.partition(y)).square().mean()
             self.log("loss", loss, prog_bar=True)
             self.losses.append(loss.detach())
             return loss
@@ -170,7 +170,7 @@ CASES = [
     ),
     Case(
         SECTION,
-        "`opt_einsum.contract_expression`, sums over the cut dim",
+        "`opt_einsum.contract_expression`, sums over the sharded dim",
         _contracted_all,
         compiled=NOT_IN_TORCH,
         needs="opt_einsum",

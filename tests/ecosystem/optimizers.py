@@ -1,4 +1,4 @@
-"""All of torch.optim, on plain parameters and on parameters in uneven blocks, against a single device."""
+"""All of torch.optim, on plain parameters and on parameters in uneven shards, against a single device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _trained(name: str, form: str, in_blocks: bool) -> Callable[[Setting], Any]:
         make, settings, _ = OPTIMIZERS[name]
         model = net()
         if in_blocks:
-            here.cut_parameters(model)
-        x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+            here.shard_parameters(model)
+        x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
         chosen = {} if form == "default" else {form: True}
         optimizer = make(_matrices(model, name == "Muon"), **settings, **chosen)
         loss_of = here.compile(lambda x, y: (model(x) - y).square().mean())
@@ -61,8 +61,8 @@ def _compiled_step(name: str) -> Callable[[Setting], Any]:
 
     def run(here: Setting) -> Any:
         make, settings, _ = OPTIMIZERS[name]
-        model = here.cut_parameters(net())
-        x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+        model = here.shard_parameters(net())
+        x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
         parameters = _matrices(model, name == "Muon")
         optimizer = make(parameters, **settings)
         here.compilations += 1
@@ -91,9 +91,9 @@ def _sparse(in_blocks: bool) -> Callable[[Setting], Any]:
         with torch.no_grad():
             table.weight.copy_(values(9, 3))
         if in_blocks:
-            here.cut_parameters(table)
+            here.shard_parameters(table)
         optimizer = optim.SparseAdam(table.parameters(), lr=0.1)
-        ids = here.cut(torch.tensor([1, 1, 4, 8, 0, 3, 4]))
+        ids = here.partition(torch.tensor([1, 1, 4, 8, 0, 3, 4]))
         loss_of = here.compile(lambda ids: table(ids).square().sum())
         for _ in range(3):
             optimizer.zero_grad()
@@ -111,13 +111,13 @@ CASES = [
         _trained(name, form, in_blocks),
         rtol=5e-2 if name == "Muon" else 1e-8,  # Muon's orthogonalisation computes in bfloat16
     )
-    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven blocks", True))
+    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven shards", True))
     for name, (_, _, forms) in OPTIMIZERS.items()
     for form in forms
 ]
 CASES += [
     Case(
-        "`torch.compile(optimizer.step)`, parameters in uneven blocks, three steps",
+        "`torch.compile(optimizer.step)`, parameters in uneven shards, three steps",
         f"`{name}`",
         _compiled_step(name),
         eager=NOTHING,
@@ -137,5 +137,5 @@ CASES += [
         eager=NO_SPARSE,
         compiled=NO_SPARSE,
     )
-    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven blocks", True))
+    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven shards", True))
 ]

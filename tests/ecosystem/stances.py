@@ -11,7 +11,7 @@ from ecosystem.case import NOTHING, RIGHT, Case, Setting, gradients, net, values
 from shardcompile.compat.testing import graphs_compiled
 
 Call = tuple[int, int]
-"""Number of rows of the input, and the dim that is cut: another one needs another graph."""
+"""Number of rows of the input, and the dim that is sharded: another one needs another graph."""
 
 
 def _under(stance: str, first: list[Call], then: list[Call], graphs: int) -> Callable[[Setting], Any]:
@@ -30,7 +30,7 @@ def _under(stance: str, first: list[Call], then: list[Call], graphs: int) -> Cal
         before = graphs_compiled()
 
         def step(rows: int, dim: int) -> None:
-            losses.append(loss_of(here.cut(values(rows, 4, seed=rows), dim)))
+            losses.append(loss_of(here.partition(values(rows, 4, seed=rows), dim)))
             losses[-1].backward()
 
         for call in first:
@@ -55,7 +55,7 @@ CASES = [
         ("`force_eager`", _under("force_eager", [], [(7, 0), (7, 1)], 0), RIGHT),
         ("`eager_on_recompile`", _under("eager_on_recompile", [(7, 0)], [(7, 1), (9, 0)], 1), RIGHT),
         ("`eager_then_compile`", _under("eager_then_compile", [], [(7, 0), (9, 0), (11, 0)], 1), RIGHT),
-        ("`fail_on_recompile`, another cut and extent", _under("fail_on_recompile", [(7, 0)], [(9, 0)], 1), RIGHT),
-        ("`fail_on_recompile`, another dim is cut", _under("fail_on_recompile", [(7, 0)], [(7, 1)], 1), RECOMPILED),
+        ("`fail_on_recompile`, another partition and size", _under("fail_on_recompile", [(7, 0)], [(9, 0)], 1), RIGHT),
+        ("`fail_on_recompile`, another dim is sharded", _under("fail_on_recompile", [(7, 0)], [(7, 1)], 1), RECOMPILED),
     ]
 ]

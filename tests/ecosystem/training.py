@@ -19,7 +19,7 @@ from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
 
 
 def _data(here: Setting) -> tuple[Any, Any]:
-    return here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+    return here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
 
 
 def _mse(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,10 +27,10 @@ def _mse(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _both(run: Callable[[Setting, nn.Module], Any]) -> dict[str, Callable[[Setting], Any]]:
-    """With plain parameters, and with parameters in blocks."""
+    """With plain parameters, and with parameters sharded."""
     return {
         "": lambda here: run(here, net()),
-        ", parameters in blocks": lambda here: run(here, here.cut_parameters(net())),
+        ", parameters sharded": lambda here: run(here, here.shard_parameters(net())),
     }
 
 
@@ -90,7 +90,7 @@ def _scheduled(here: Setting, model: nn.Module) -> Any:
 
 def _autocast(here: Setting) -> Any:
     model = net().float()
-    x, y = here.cut(values(7, 4).float()), here.cut(values(7, 4, seed=1).float())
+    x, y = here.partition(values(7, 4).float()), here.partition(values(7, 4, seed=1).float())
 
     def loss_of(x: Any, y: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -205,7 +205,7 @@ def _parametrized(kind: str, in_blocks: bool = False) -> Callable[[Setting], Any
     def run(here: Setting) -> Any:
         model = net(width=4)
         if in_blocks:
-            here.cut_parameters(model)
+            here.shard_parameters(model)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             if kind == "weight_norm":
@@ -256,7 +256,7 @@ def _pickled(here: Setting, model: nn.Module) -> Any:
 def _loaded(here: Setting) -> Any:
     rows = [values(4, seed=i) for i in range(6)]
     model = here.compile(net())
-    return [model(here.cut(batch)).sum() for batch in torch.utils.data.DataLoader(rows, batch_size=3)]
+    return [model(here.partition(batch)).sum() for batch in torch.utils.data.DataLoader(rows, batch_size=3)]
 
 
 def _dataset_of_blocks(here: Setting) -> Any:
@@ -305,14 +305,14 @@ CASES += [
     Case(SECTION, "selective activation checkpointing", _selectively_recomputed),
     Case(SECTION, "forward, backward and gradient hooks", _hooked),
     Case(SECTION, "`saved_tensors_hooks`, `save_on_cpu`", _saved_tensors_hooked),
-    Case(SECTION, "`DataLoader`, batches cut afterwards", _loaded),
+    Case(SECTION, "`DataLoader`, batches sharded afterwards", _loaded),
     Case(SECTION, "`TensorDataset` of sharded tensors", _dataset_of_blocks),
     Case(SECTION, "`float(loss)`, `item`, `tolist`, `numpy`, format strings", _numbers),
 ]
 CASES += [
     Case(
         SECTION,
-        f"{name}{', parameters in blocks' if b else ''}",
+        f"{name}{', parameters in shards' if b else ''}",
         _parametrized(kind, b),
         compiled=ALL_OR_NONE if b and kind in ("old weight_norm", "old spectral_norm") else RIGHT,
     )

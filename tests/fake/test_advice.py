@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.reports.advice import advice
+from shardcompile.inspect.advice import advice
 
 
 class Places(nn.Module):
@@ -52,18 +52,18 @@ class Steps(nn.Module):
         return out * x
 
 
-def _cut(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    block = x.split(list(sizes), 1)[mesh.get_rank()].clone()
-    return sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: list(sizes)})
+def _partition(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
+    shard = x.split(list(sizes), 1)[mesh.get_rank()].clone()
+    return sc.ShardTensor.from_local(shard, mesh, [Shard(1)], {0: list(sizes)})
 
 
 def _advice(module: nn.Module, second: Tensor, sizes: Sequence[int] | None) -> list[str]:
-    """Of a module on 12 rows in blocks of 5, 4 and 3, and a second tensor in blocks of `sizes`, or whole."""
+    """Of a module on 12 rows sharded of 5, 4 and 3, and a second tensor sharded of `sizes`, or whole."""
 
     def build(mesh: DeviceMesh) -> Any:
         other = second + 0  # made anew, among fake tensors
-        x = _cut(torch.randn(2, 12, 4), [5, 4, 3], mesh)
-        return type(module)(), (x, other if sizes is None else _cut(other, sizes, mesh))
+        x = _partition(torch.randn(2, 12, 4), [5, 4, 3], mesh)
+        return type(module)(), (x, other if sizes is None else _partition(other, sizes, mesh))
 
     return advice(sc.explain(build, world_size=3, device="cpu", stages=[]))
 
@@ -75,18 +75,18 @@ def test_a_plain_lookup() -> None:
     assert not [text for text in _advice(Places(), numbers, [5, 4, 3]) if "a tensor is whole there" in text]
 
 
-def test_two_cuts() -> None:
+def test_two_partitions() -> None:
     other = torch.zeros(2, 12, 4)
-    (found,) = [text for text in _advice(Sum(), other, [3, 4, 5]) if "cuts differ" in text]
+    (found,) = [text for text in _advice(Sum(), other, [3, 4, 5]) if "partitions differ" in text]
     assert "return self.mix(x) + y" in found
-    assert not [text for text in _advice(Sum(), other, [5, 4, 3]) if "cuts differ" in text]
+    assert not [text for text in _advice(Sum(), other, [5, 4, 3]) if "partitions differ" in text]
 
 
 @pytest.mark.parametrize("learned", often([True, False], 1))
 def test_rows_written_into_a_plain_tensor(learned: bool) -> None:
     def explained(like_rows: bool) -> list[str]:
         def build(mesh: DeviceMesh) -> Any:
-            return Steps(like_rows, learned), (_cut(torch.randn(2, 12, 4), [5, 4, 3], mesh),)
+            return Steps(like_rows, learned), (_partition(torch.randn(2, 12, 4), [5, 4, 3], mesh),)
 
         return advice(sc.explain(build, world_size=3, device="cpu", stages=[]))
 

@@ -56,8 +56,10 @@ def test_a_second_process_hits_the_cache_and_another_rank_does_not_share_it(tmp_
     assert cold.get("autograd_cache_miss") == 1 and "autograd_cache_bypass" not in cold, cold
     warm = counted(0, [5, 0, 2], tmp_path)
     assert warm.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in warm, warm
-    other_cut = counted(0, [1, 3, 3], tmp_path)
-    assert other_cut.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in other_cut, other_cut
+    other_partition = counted(0, [1, 3, 3], tmp_path)
+    assert other_partition.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in other_partition, (
+        other_partition
+    )
     other = counted(1, [5, 0, 2], tmp_path)
     assert other.get("autograd_cache_miss") == 1, other
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.fx import Graph
 
 import shardcompile as sc
-from shardcompile.offline import offline_world, trace_offline
+from shardcompile.inspect.offline import offline_world, trace_offline
 from shardcompile.ops.attention import kernels
 from shardcompile.passes.graph.collective import collectives
 
@@ -33,8 +33,8 @@ def read_by_the_host(graph: Graph) -> list[str]:
     return [n.args[0].meta["val"].device.type for n in graph.nodes if n.target is read]  # type: ignore[union-attr]
 
 
-def blocks(stated: bool) -> Callable[[DeviceMesh], Any]:
-    """Blocks that become a sharded tensor inside: of sizes that are inputs, or that the ranks ask one another for."""
+def shards(stated: bool) -> Callable[[DeviceMesh], Any]:
+    """Shards that become a sharded tensor inside: of sizes that are inputs, or that the ranks ask one another for."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
         rank, device = mesh.get_local_rank(), mesh.device_type
@@ -55,10 +55,10 @@ def blocks(stated: bool) -> Callable[[DeviceMesh], Any]:
 
 
 @pytest.mark.parametrize("stated", often([True, False], 1))
-def test_extent_and_key_of_a_cut_are_on_the_host(stated: bool) -> None:
-    trace = trace_offline(blocks(stated), world_size=3, device="cuda")
+def test_size_and_key_of_a_partition_are_on_the_host(stated: bool) -> None:
+    trace = trace_offline(shards(stated), world_size=3, device="cuda")
     targets = [str(n.target) for n in trace.forward.graph.nodes]
-    assert any(("state_cut" if stated else "gather_cut") in t for t in targets)
+    assert any(("state_partition" if stated else "gather_partition") in t for t in targets)
     assert read_by_the_host(trace.forward.graph)
     assert set(read_by_the_host(trace.forward.graph)) == {"cpu"}
     assert trace.backward is not None
@@ -89,8 +89,8 @@ def test_attention_reads_nothing_from_the_device(attention: str) -> None:
     ("dtype", "mask"),
     [(torch.bfloat16, None), (torch.float32, None), (torch.float32, "added"), (torch.bfloat16, "bools")],
 )
-def test_kernels_of_a_block_can_be_captured(dtype: torch.dtype, mask: str | None) -> None:
-    """On fake tensors what reads a number from the device fails; sizes and where a block lies decide alone."""
+def test_kernels_of_a_shard_can_be_captured(dtype: torch.dtype, mask: str | None) -> None:
+    """On fake tensors what reads a number from the device fails; sizes and where a shard lies decide alone."""
     shapes = (1, 4, 8, 16), (1, 2, 10, 16), (1, 2, 10, 16)
     with offline_world(2, device="cuda"), FakeTensorMode():
         q, k, v = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in shapes)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.compat.known_values import LIMIT
-from shardcompile.offline import OfflineError, offline_world, trace_step
+from shardcompile.inspect.offline import OfflineError, offline_world, trace_step
 
 
 def rates(mesh: DeviceMesh) -> Any:
@@ -28,7 +28,7 @@ def computed(mesh: DeviceMesh) -> Any:
     return [(1 - grid[1:]).sum().item(), int(torch.tensor([1, 2, 3]).max()), grid.flip(0).T.tolist()]
 
 
-def of_a_block(mesh: DeviceMesh) -> Any:
+def of_a_shard(mesh: DeviceMesh) -> Any:
     x = sc.distribute_tensor(torch.ones(7), mesh, [Shard(0)], sharding_shapes={0: [3, 0, 4]})
     return x.to_local().tolist()
 
@@ -39,7 +39,7 @@ def of_a_block(mesh: DeviceMesh) -> Any:
     [
         (rates, [[0.0, pytest.approx(0.1), pytest.approx(0.2)], [0.5, 0.75, 1.0]]),
         (computed, [-9, 3, [[3, 0], [4, 1], [5, 2]]]),
-        (of_a_block, [1.0, 1.0, 1.0]),
+        (of_a_shard, [1.0, 1.0, 1.0]),
     ],
 )
 def test_values_that_follow_from_numbers_are_known(ask: Callable[[DeviceMesh], Any], wanted: Any, device: str) -> None:

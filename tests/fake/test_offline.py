@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardcompile as sc
 from shardcompile.compat import saved_for_backward
-from shardcompile.offline import OfflineError, absent_cuda, offline_world, trace_offline, trace_step
+from shardcompile.inspect.offline import OfflineError, absent_cuda, offline_world, trace_offline, trace_step
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import collectives
 
@@ -60,12 +60,12 @@ class TwoHeads(Attention):
 
 
 def on_rows(net: type[nn.Module], sizes: Callable[[int], Sequence[int]]) -> Any:
-    """A `build` for a module on rows that are cut into blocks of `sizes(world_size)`."""
+    """A `build` for a module on rows that are sharded into shards of `sizes(world_size)`."""
 
     def build(mesh: DeviceMesh) -> Any:
-        cut = list(sizes(mesh.size()))
-        local = torch.randn(cut[mesh.get_local_rank()], CHANNELS)
-        return net(), (sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: cut}),)
+        partition = list(sizes(mesh.size()))
+        local = torch.randn(partition[mesh.get_local_rank()], CHANNELS)
+        return net(), (sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: partition}),)
 
     return build
 
@@ -115,7 +115,7 @@ def nothing_is_left() -> Iterator[None]:
 )
 def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) -> None:
     nodes = []
-    # What the passes do depends on prices, and how attention is cut on which extents the ranks divide evenly.
+    # What the passes do depends on prices, and how attention is sharded on which sizes the ranks divide evenly.
     for world_size, passes in ((4, None), (256, []), (1024, [])):
         start = time.perf_counter()
         trace = trace_offline(on_rows(net, uneven), world_size=world_size, device=device, passes=passes)
@@ -239,11 +239,11 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
         trace_offline(double, **{"world_size": 4, "device": "cpu", **arguments})
 
 
-def test_block_sizes_must_be_stated() -> None:
+def test_shard_sizes_must_be_stated() -> None:
     def build(mesh: DeviceMesh) -> Any:
         return MLP(), (sc.ShardTensor.from_local(torch.randn(3, CHANNELS), mesh, [Shard(0)]),)
 
-    with pytest.raises(OfflineError, match=r"state the sizes of all blocks"):
+    with pytest.raises(OfflineError, match=r"state the all shard sizes"):
         trace_offline(build, world_size=4, device="cpu")
 
 

@@ -1,6 +1,6 @@
 """Every rank makes the same plan: which collectives meet in a bucket, and the order of everything.
 
-Graphs are written as each rank has them, with the extents of its own blocks, for size vectors that are drawn. A sample
+Graphs are written as each rank has them, with the sizes of its local shards, for size vectors that are drawn. A sample
 runs with the other tests; a thousand vectors for each program with ``-m sweep``.
 """
 
@@ -22,11 +22,11 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.fx import Graph
 
 import shardcompile as sc
+from shardcompile.inspect.offline import offline_world, trace_offline
 from shardcompile.machines import A100, CPU_CORE, H100
-from shardcompile.offline import offline_world, trace_offline
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel
-from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective, collectives
 
 Write = Callable[[suite.Place, random.Random], Graph]
@@ -34,8 +34,8 @@ Write = Callable[[suite.Place, random.Random], Graph]
 SIZE = suite.Size(2, width=64, tokens=256, heads=2, sequence=64)
 EXPERTS = suite.Experts(layers=2, tokens=8, width=64, hidden=64)
 PROGRAMS: dict[str, Write] = {
-    "layers in blocks, forward": lambda place, _: suite.fsdp_forward(place, SIZE),
-    "layers in blocks, backward": lambda place, _: suite.fsdp_backward(place, SIZE),
+    "layers sharded, forward": lambda place, _: suite.fsdp_forward(place, SIZE),
+    "layers sharded, backward": lambda place, _: suite.fsdp_backward(place, SIZE),
     "experts, forward": lambda place, _: suite.experts_forward(place, EXPERTS),
     "experts, backward": lambda place, _: suite.experts_backward(place, EXPERTS),
     "u-net with halos": lambda place, _: suite.unet_forward(place, suite.Images(4, 16, 8)),
@@ -50,15 +50,17 @@ def plan(graph: Graph, ranks: int) -> list[str]:
         c = Collective.of(node)
         line = node.name
         if c is not None:
-            sizes = [(m.put and m.put.sizes, m.get and m.get.sizes, m.nbytes) for m in blocks.members(c, ranks)]
+            sizes = [
+                (m.put and m.put.sizes, m.get and m.get.sizes, m.nbytes) for m in rank_dependent_sizes.members(c, ranks)
+            ]
             line += f" {c.kind} of {[p.name for p in c.payloads]} {sizes} over {c.group_name}"
         lines.append(line)
     return lines
 
 
-def cuts_of(number: int, ranks: int) -> suite.Cuts:
-    """Cuts that are drawn, the same on every rank."""
-    return lambda extent, tensor: suite.random_cut(extent, ranks, random.Random(f"{number} {extent} {tensor}"))
+def partitions_of(number: int, ranks: int) -> suite.Partitions:
+    """Partitions that are drawn, the same on every rank."""
+    return lambda size, tensor: suite.random_partition(size, ranks, random.Random(f"{number} {size} {tensor}"))
 
 
 def plans(write: Write, number: int, models: list[CostModel] | None = None) -> list[list[str]]:
@@ -76,7 +78,7 @@ def plans(write: Write, number: int, models: list[CostModel] | None = None) -> l
     with world_of(ranks) as world:
         world.name = lambda: "nccl"  # type: ignore[attr-defined]  # of the backend
         for rank in world.each():
-            place = suite.Place(ranks, rank, "g", cuts_of(number, ranks))
+            place = suite.Place(ranks, rank, "g", partitions_of(number, ranks))
             graph = write(place, random.Random(number))
             scheduled(graph, model if models is None else models[rank % len(models)])
             found.append(plan(graph, ranks))
@@ -113,10 +115,10 @@ def test_ranks_agree_on_a_thousand_draws(name: str) -> None:
     assert disagreements(PROGRAMS[name], range(1000)) == []
 
 
-def test_the_draws_have_empty_blocks_single_owners_and_plain_ones() -> None:
-    cuts = [suite.random_cut(64, 4, random.Random(i)) for i in range(200)]
-    assert all(sum(c) == 64 for c in cuts)
-    assert any(0 in c for c in cuts) and any(64 in c for c in cuts) and any(min(c) > 8 for c in cuts)
+def test_the_draws_have_empty_shards_single_owners_and_plain_ones() -> None:
+    partitions = [suite.random_partition(64, 4, random.Random(i)) for i in range(200)]
+    assert all(sum(c) == 64 for c in partitions)
+    assert any(0 in c for c in partitions) and any(64 in c for c in partitions) and any(min(c) > 8 for c in partitions)
 
 
 def test_costs_that_differ_between_ranks_are_found_out() -> None:
@@ -125,9 +127,9 @@ def test_costs_that_differ_between_ranks_are_found_out() -> None:
 
 
 @pytest.mark.nightly
-def test_costs_of_this_ranks_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor reckons: with the extents in the graph, whether or not they are those of the other ranks."""
-    monkeypatch.setattr(blocks, "labels", lambda graph, group_sizes=None: {})
+def test_costs_of_this_ranks_shards_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor reckons: with the sizes in the graph, whether or not they are those of the other ranks."""
+    monkeypatch.setattr(rank_dependent_sizes, "labels", lambda graph, group_sizes=None: {})
     monkeypatch.setattr(CostModel, "collective_seconds", lambda model, c, labels=None: 1e-6 + 1e-9 * c.nbytes)
     assert disagreements(PROGRAMS["drawn"], range(12))
 
@@ -141,8 +143,8 @@ BUILDS = {
 def traced_plans(name: str, number: int, ranks: int = 4) -> list[list[str]]:
     """The plan of each rank for a model that it traces itself, forward and backward."""
 
-    def rows(extent: int, n: int) -> list[int]:
-        return suite.random_cut(extent, n, random.Random(f"{number} {extent}"))
+    def rows(size: int, n: int) -> list[int]:
+        return suite.random_partition(size, n, random.Random(f"{number} {size}"))
 
     found = []
     for rank in range(ranks):
@@ -174,7 +176,8 @@ def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
         for graph in graphs:
             scheduled(graph, CostModel(H100))
             lines += [
-                f"{c.kind} {c.global_bytes} over {blocks.size_of_group(c.group_name, {})}" for c in collectives(graph)
+                f"{c.kind} {c.global_bytes} over {rank_dependent_sizes.size_of_group(c.group_name, {})}"
+                for c in collectives(graph)
             ]
     return lines
 
@@ -191,8 +194,10 @@ def test_parameters_of_which_a_rank_has_one_row_or_none_share_buckets(sizes: lis
 
     def build(mesh: DeviceMesh) -> Any:
         local = sizes[mesh.get_local_rank()]
-        cut = (sc.ShardTensor.from_local(torch.randn(local, 8), mesh, [Shard(0)], {0: [*sizes]}) for _ in range(4))
-        weights = [[torch.nn.Parameter(x)] for x in cut]
+        partition = (
+            sc.ShardTensor.from_local(torch.randn(local, 8), mesh, [Shard(0)], {0: [*sizes]}) for _ in range(4)
+        )
+        weights = [[torch.nn.Parameter(x)] for x in partition]
 
         def loss(layers: Any, x: Any) -> Any:
             for (weight,) in layers:

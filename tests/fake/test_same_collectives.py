@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.layout import Cut, Layout, MeshShape
-from shardcompile.offline import OfflineError, trace_offline
+from shardcompile.inspect.offline import OfflineError, trace_offline
+from shardcompile.sharding import Layout, MeshShape, Partition
 from shardcompile.testing import same_collectives_on_every_rank
 from shardcompile.testing.same_collectives import _selected
 
@@ -95,8 +95,8 @@ def test_ranks_of_a_mesh_are_compared_in_the_groups_that_they_share() -> None:
 
 def test_of_many_ranks_some_are_picked() -> None:
     mesh = MeshShape((64,))
-    cut = Cut.of_sizes([0], [64], [5] * 20 + [0] + [5] * 20 + [99] + [5] * 22)
-    layout = Layout.of(mesh, [Shard(0)], (cut.extent, 3), torch.float32, [cut, None])
+    partition = Partition.of_sizes([0], [64], [5] * 20 + [0] + [5] * 20 + [99] + [5] * 22)
+    layout = Layout.of(mesh, [Shard(0)], (partition.size, 3), torch.float32, [partition, None])
     assert _selected((64,), [layout]) == [0, 1, 20, 32, 41, 63]
     assert _selected((4, 8), []) == [0, 1, 4, 7, 8, 16, 24, 31]
     assert _selected((8,), []) == list(range(8))
@@ -114,7 +114,7 @@ def test_misuses() -> None:
     [(3, 4, 4, 5), *(pytest.param(p, marks=pytest.mark.nightly) for p in [(0, 3, 0, 4), (0, 2, 2, 4)])],
     ids=str,
 )
-def test_lookups_by_parts_of_an_index_of_known_cut(part: tuple[int, int, int, int]) -> None:
+def test_lookups_by_parts_of_an_index_of_known_partition(part: tuple[int, int, int, int]) -> None:
     """On a rank that has none of either, or all of both, the parts are the same to its graph; on others they are not."""
     a, b, c, d = part
 
@@ -130,13 +130,13 @@ def test_lookups_by_parts_of_an_index_of_known_cut(part: tuple[int, int, int, in
     same_collectives_on_every_rank(build, 2)
 
 
-def test_blocks_of_known_cut_that_are_joined_stay_so_where_one_is_empty() -> None:
+def test_shards_of_known_partition_that_are_joined_stay_so_where_one_is_empty() -> None:
     def build(mesh: DeviceMesh) -> Any:
         whole = sc.ShardTensor.from_local(torch.randn(5, 4), mesh, [Replicate()])
 
         def joined(x: Tensor, whole: sc.ShardTensor) -> Tensor:
-            block = whole.redistribute(placements=[Shard(0)]).to_local()  # [3, 2]
-            ends = torch.cat([block[:1], block[2:], block[:1] * 2])
+            shard = whole.redistribute(placements=[Shard(0)]).to_local()  # [3, 2]
+            ends = torch.cat([shard[:1], shard[2:], shard[:1] * 2])
             return x.sum() + x.square().mean() + sc.ShardTensor.from_local(ends.sum(0), mesh, [Replicate()]).sum()
 
         return joined, (rows(mesh, [4, 5]), whole)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
-from shardcompile.offline import offline_world
+from shardcompile.inspect.offline import offline_world
 
 
 def traced(rank: int, world_size: int) -> list[list[str]]:
@@ -32,8 +32,8 @@ def traced(rank: int, world_size: int) -> list[list[str]]:
     with offline_world(world_size, rank=rank, device="cpu") as world:
         mesh = world.mesh
         compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
-        for extent in (3, 5, 4):
-            sizes = [(extent * (r + 1)) % 7 for r in range(world_size)]
+        for size in (3, 5, 4):
+            sizes = [(size * (r + 1)) % 7 for r in range(world_size)]
             x, y = (
                 sc.ShardTensor.from_local(torch.randn(sizes[rank], *columns), mesh, [Shard(0)], {0: sizes})
                 for columns in ((5,), ())

@@ -84,9 +84,9 @@ def test_around_graph_breaks_as_well() -> None:
 def test_what_makes_sharded_tensors_inside_is_compiled_for_its_world(mesh_is: str) -> None:
     outside: list[DeviceMesh] = []
 
-    def total(block: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    def total(shard: Tensor, mesh: DeviceMesh | None) -> Tensor:
         mesh = outside[-1] if mesh_is == "from outside" else mesh
-        return sc.ShardTensor.from_local(block, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
+        return sc.ShardTensor.from_local(shard, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
 
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(total, fullgraph=True, backend=counter)
@@ -95,9 +95,9 @@ def test_what_makes_sharded_tensors_inside_is_compiled_for_its_world(mesh_is: st
             with world(i) as mesh, mesh:  # equal meshes, whose groups have other names
                 outside.append(mesh)
                 for _ in range(2):
-                    block = torch.randn(4, 3, dtype=torch.float64)
-                    out = run(block, mesh if mesh_is == "an argument" else None)
-                    torch.testing.assert_close(out, block.softmax(0).square().sum())
+                    shard = torch.randn(4, 3, dtype=torch.float64)
+                    out = run(shard, mesh if mesh_is == "an argument" else None)
+                    torch.testing.assert_close(out, shard.softmax(0).square().sum())
     assert counter.frame_count == 4
 
 

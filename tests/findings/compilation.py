@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from findings.line import cut, line, numbers, same
+from findings.line import line, numbers, partition, same
 
 
 class Counted:
@@ -40,16 +40,16 @@ class Counted:
         assert graphs is None or found[0] == graphs, f"{found[0]} graphs, {graphs} are needed"
 
 
-CUTS = ([5, 2], [1, 6], [0, 7], [4, 0], [1, 1], [6, 3])
+PARTITIONS = ([5, 2], [1, 6], [0, 7], [4, 0], [1, 1], [6, 3])
 
 
 def served(mesh: DeviceMesh, function: Callable[..., Any], enter: Callable[[Any], Any], dim: int = 0) -> Counted:
-    """Call a compiled function with what is made eagerly of tensors of many cuts, and compare values and gradients."""
+    """Call a compiled function with what is made eagerly of tensors of many partitions, and compare values and gradients."""
     run = Counted(function)
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         shape = (sum(sizes), 4) if dim == 0 else (4, sum(sizes))
         full = numbers(*shape, seed=sum(sizes)).requires_grad_()
-        x = cut(full.detach(), mesh, sizes, dim).requires_grad_()
+        x = partition(full.detach(), mesh, sizes, dim).requires_grad_()
         out, expected = run(enter(x)), function(enter(full))
         same(out, expected)
         out.square().sum().backward()
@@ -61,11 +61,11 @@ def served(mesh: DeviceMesh, function: Callable[..., Any], enter: Callable[[Any]
 ENTRIES: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "turned": (0, lambda x: x.t()),
     "every other row": (0, lambda x: x[::2]),
-    "rows of what is cut along rows": (0, lambda x: x[1:]),
-    "columns of what is cut along rows": (0, lambda x: x[:, 1:]),
-    "rows of what is cut along columns": (1, lambda x: x[1:]),
-    "columns of what is cut along columns": (1, lambda x: x[:, 1:]),
-    "every other column of what is cut along columns": (1, lambda x: x[:, ::2]),
+    "rows of what is sharded along rows": (0, lambda x: x[1:]),
+    "columns of what is sharded along rows": (0, lambda x: x[:, 1:]),
+    "rows of what is sharded along columns": (1, lambda x: x[1:]),
+    "columns of what is sharded along columns": (1, lambda x: x[:, 1:]),
+    "every other column of what is sharded along columns": (1, lambda x: x[:, ::2]),
 }
 for _name, (_dim, _enter) in ENTRIES.items():
 
@@ -74,44 +74,47 @@ for _name, (_dim, _enter) in ENTRIES.items():
         served(mesh, lambda x: x.sin().softmax(dim) * 2, enter, dim).check(1)
 
 
-@line("C1", "one graph on every rank, blocks in Fortran order and with gaps", processes=True)
+@line("C1", "one graph on every rank, shards in Fortran order and with gaps", processes=True)
 def _(mesh: DeviceMesh) -> None:
     run = Counted(lambda x: x.sin() @ torch.ones(4, 2, dtype=x.dtype))
-    for number, sizes in enumerate(CUTS):
+    for number, sizes in enumerate(PARTITIONS):
         full = numbers(sum(sizes), 4)
-        block = full.split(sizes)[mesh.get_local_rank()]
-        block = block.t().contiguous().t() if number % 2 else torch.stack([block, block], 2)[:, :, 0]
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes})
+        shard = full.split(sizes)[mesh.get_local_rank()]
+        shard = shard.t().contiguous().t() if number % 2 else torch.stack([shard, shard], 2)[:, :, 0]
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: sizes})
         same(run(x), full.sin() @ torch.ones(4, 2, dtype=full.dtype))
     run.check(1)
 
 
-@line("C2", "two inputs whose cuts are equal at first and other ones later: inputs that never meet")
+@line("C2", "two inputs whose partitions are equal at first and other ones later: inputs that never meet")
 def _(mesh: DeviceMesh) -> None:
     run = Counted(lambda x, y: x.softmax(0).sum(0) + y.cos().mean(0))
     for a, b in (([5, 2], [5, 2]), ([5, 2], [1, 6]), ([0, 7], [4, 4]), ([1, 1], [1, 1])):
         x, y = numbers(sum(a), 3), numbers(sum(b), 3, seed=1)
-        same(run(cut(x, mesh, a), cut(y, mesh, b)), x.softmax(0).sum(0) + y.cos().mean(0))
+        same(run(partition(x, mesh, a), partition(y, mesh, b)), x.softmax(0).sum(0) + y.cos().mean(0))
     run.check(1)
 
 
-@line("C2", "two inputs whose cuts are equal at first and other ones later: inputs that meet (equal or not: 2 graphs)")
+@line(
+    "C2",
+    "two inputs whose partitions are equal at first and other ones later: inputs that meet (equal or not: 2 graphs)",
+)
 def _(mesh: DeviceMesh) -> None:
     run = Counted(lambda x, y: x * y)
     for a, b in (([5, 2], [5, 2]), ([5, 2], [1, 6]), ([0, 7], [4, 3]), ([1, 1], [1, 1])):
         x, y = numbers(sum(a), 3), numbers(sum(b), 3, seed=1)
-        same(run(cut(x, mesh, a), cut(y, mesh, b)), x * y)
+        same(run(partition(x, mesh, a), partition(y, mesh, b)), x * y)
     run.check(2)
 
 
-def _steps(mesh: DeviceMesh, in_blocks: bool, optimizer: Callable[..., Any], fullgraph: bool = False) -> None:
+def _steps(mesh: DeviceMesh, sharded_in_rows: bool, optimizer: Callable[..., Any], fullgraph: bool = False) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     mine = copy.deepcopy(whole)
-    if in_blocks:
+    if sharded_in_rows:
         for layer in (mine[0], mine[2]):
             for name, p in list(layer.named_parameters(recurse=False)):
-                setattr(layer, name, nn.Parameter(cut(p.detach(), mesh, [p.shape[0] - 1, 1])))
+                setattr(layer, name, nn.Parameter(partition(p.detach(), mesh, [p.shape[0] - 1, 1])))
 
     def step_of(net: nn.Module) -> Callable[..., Any]:
         opt = optimizer(net.parameters())
@@ -126,9 +129,9 @@ def _steps(mesh: DeviceMesh, in_blocks: bool, optimizer: Callable[..., Any], ful
         return step
 
     run, expected, graphs = Counted(step_of(mine), fullgraph=fullgraph), step_of(whole), []
-    for sizes in CUTS[:4]:
+    for sizes in PARTITIONS[:4]:
         full = numbers(sum(sizes), 3)
-        same(run(cut(full, mesh, sizes)), expected(full))
+        same(run(partition(full, mesh, sizes)), expected(full))
         for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
             same(p.detach(), q.detach())
         graphs.append(run.counter.frame_count)
@@ -136,13 +139,13 @@ def _steps(mesh: DeviceMesh, in_blocks: bool, optimizer: Callable[..., Any], ful
     run.check(None)
 
 
-for _blocks in (False, True):
+for _shards in (False, True):
 
     @line(
-        "C3", f"a compiled step with `backward` and `opt.step` inside, parameters {'in blocks' if _blocks else 'plain'}"
+        "C3", f"a compiled step with `backward` and `opt.step` inside, parameters {'in shards' if _shards else 'plain'}"
     )
-    def _(mesh: DeviceMesh, in_blocks: bool = _blocks) -> None:
-        _steps(mesh, in_blocks, torch.optim.AdamW)
+    def _(mesh: DeviceMesh, sharded_in_rows: bool = _shards) -> None:
+        _steps(mesh, sharded_in_rows, torch.optim.AdamW)
 
 
 @line("C3", "compiled autograd", "compiled autograd .*it would compile the backward pass", processes=True)
@@ -153,17 +156,17 @@ def _(mesh: DeviceMesh) -> None:
 
 for _optimizer in ("SGD", "AdamW"):
 
-    @line("C4", f"`torch.compile({_optimizer}.step)` on parameters in blocks [5, 3], [4, 4], [8, 0]")
+    @line("C4", f"`torch.compile({_optimizer}.step)` on parameters sharded [5, 3], [4, 4], [8, 0]")
     def _(mesh: DeviceMesh, optimizer: str = _optimizer) -> None:
         sizes = ([5, 3], [4, 4], [8, 0])
         whole = [nn.Parameter(numbers(8, 3, seed=i)) for i in range(3)]  # compiled as well: factors have other dtypes
-        mine = [nn.Parameter(cut(p.detach(), mesh, s)) for p, s in zip(whole, sizes, strict=True)]
+        mine = [nn.Parameter(partition(p.detach(), mesh, s)) for p, s in zip(whole, sizes, strict=True)]
         ours, theirs = (getattr(torch.optim, optimizer)(p, lr=0.1) for p in (mine, whole))
         step, whole_step = (Counted(of.step, fullgraph=False) for of in (ours, theirs))
         for number in range(4):
             for p, q, s in zip(mine, whole, sizes, strict=True):
                 q.grad = numbers(8, 3, seed=number)
-                p.grad = cut(q.grad, mesh, s)
+                p.grad = partition(q.grad, mesh, s)
             step()
             whole_step()
             for p, q in zip(mine, whole, strict=True):
@@ -177,11 +180,11 @@ def _(mesh: DeviceMesh) -> None:
     run = torch.compile(model, backend="shardcompile", mode="max-autotune-no-cudagraphs", fullgraph=True)
     for p in model.parameters():
         p.data.copy_(numbers(*p.shape))
-    same(run(cut(full, mesh, [5, 2])), model(full))
+    same(run(partition(full, mesh, [5, 2])), model(full))
 
 
 class AFNO(nn.Module):
-    """A Fourier block over an image: modes are mixed by small matrices and shrunk, as PhysicsNeMo's AFNO does."""
+    """A Fourier shard over an image: modes are mixed by small matrices and shrunk, as PhysicsNeMo's AFNO does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,13 +206,13 @@ class AFNO(nn.Module):
         return torch.fft.irfft2(out, s=(height, width), dim=(1, 2), norm="ortho") + x
 
 
-@line("C6", "a Fourier block of an image that is cut along its height")
+@line("C6", "a Fourier shard of an image that is sharded along its height")
 def _(mesh: DeviceMesh) -> None:
     model = AFNO()
     run = Counted(model)
     for sizes in ([5, 3], [1, 7], [0, 8], [6, 4]):
         full = numbers(2, sum(sizes), 6, 6).requires_grad_()
-        x = cut(full.detach(), mesh, sizes, 1).requires_grad_()
+        x = partition(full.detach(), mesh, sizes, 1).requires_grad_()
         out, expected = run(x), model(full)
         same(out, expected)
         out.square().sum().backward()
@@ -221,13 +224,13 @@ def _(mesh: DeviceMesh) -> None:
 @line("C6", "`x[1:].cummax(0)`, compiled")
 def _(mesh: DeviceMesh) -> None:
     run = Counted(lambda x: x[1:].cummax(0).values)
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         full = numbers(sum(sizes), 3)
-        same(run(cut(full, mesh, sizes)), full[1:].cummax(0).values)
+        same(run(partition(full, mesh, sizes)), full[1:].cummax(0).values)
     run.check(None)
 
 
-@line("C6", "on 2 x 2 ranks `x[None, :-1].permute([2, 1, 0])`, blocks {0: [0, 2], 1: [3, 3]}, compiled", ranks=4)
+@line("C6", "on 2 x 2 ranks `x[None, :-1].permute([2, 1, 0])`, shards {0: [0, 2], 1: [3, 3]}, compiled", ranks=4)
 def _(mesh: DeviceMesh) -> None:
     run = Counted(lambda x: x[None, :-1].permute([2, 1, 0]))
     for rows, columns in (([0, 2], [3, 3]), ([1, 3], [0, 4]), ([2, 2], [1, 3])):
@@ -242,7 +245,10 @@ def _(mesh: DeviceMesh) -> None:
     run = Counted(lambda x, y: torch.minimum(x.view(-1, 1, 2), y.reshape(2, 1, 1)))
     for sizes in ([0, 2], [1, 1], [2, 0]):
         x, y = numbers(1, 2), numbers(2, seed=1)
-        same(run(cut(x, mesh, sizes, 1), cut(y, mesh, sizes)), torch.minimum(x.view(-1, 1, 2), y.reshape(2, 1, 1)))
+        same(
+            run(partition(x, mesh, sizes, 1), partition(y, mesh, sizes)),
+            torch.minimum(x.view(-1, 1, 2), y.reshape(2, 1, 1)),
+        )
     run.check(None)
 
 
@@ -250,37 +256,37 @@ def _(mesh: DeviceMesh) -> None:
 def _(mesh: DeviceMesh) -> None:
     _in_other_worlds("""
 def f(x): return x.softmax(0).square().sum().full_tensor()
-make = lambda block, mesh: sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: [4]})
-call = lambda run, block, mesh: run(make(block, mesh))
+make = lambda shard, mesh: sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: [4]})
+call = lambda run, shard, mesh: run(make(shard, mesh))
 """)
 
 
 @line("C8", "one function in five worlds after one another, sharded tensors inside graphs only", processes=True)
 def _(mesh: DeviceMesh) -> None:
     _in_other_worlds("""
-def f(block, mesh): return sc.ShardTensor.from_local(block, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
-call = lambda run, block, mesh: run(block, mesh)
+def f(shard, mesh): return sc.ShardTensor.from_local(shard, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
+call = lambda run, shard, mesh: run(shard, mesh)
 """)
 
 
 @line("C8", "the same, with the mesh from outside of the function", processes=True)
 def _(mesh: DeviceMesh) -> None:
     _in_other_worlds("""
-def f(block): return sc.ShardTensor.from_local(block, holder.mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
+def f(shard): return sc.ShardTensor.from_local(shard, holder.mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
 class holder: mesh = None
-def call(run, block, mesh):
+def call(run, shard, mesh):
     holder.mesh = mesh
-    return run(block)
+    return run(shard)
 """)
 
 
 @line("C8", "the same, with the current mesh", processes=True)
 def _(mesh: DeviceMesh) -> None:
     _in_other_worlds("""
-def f(block): return sc.ShardTensor.from_local(block, placements=[Shard(0)]).softmax(0).square().sum().full_tensor()
-def call(run, block, mesh):
+def f(shard): return sc.ShardTensor.from_local(shard, placements=[Shard(0)]).softmax(0).square().sum().full_tensor()
+def call(run, shard, mesh):
     with mesh:
-        return run(block)
+        return run(shard)
 """)
 
 
@@ -301,8 +307,8 @@ with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=T
             dist.new_group([0])
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "others"))["rows"]
         for _ in range(2):
-            block = torch.randn(4, 3)
-            torch.testing.assert_close(call(run, block, mesh), block.softmax(0).square().sum())
+            shard = torch.randn(4, 3)
+            torch.testing.assert_close(call(run, shard, mesh), shard.softmax(0).square().sum())
         dist.destroy_process_group()
 assert counter.frame_count == 5, counter.frame_count
 """
@@ -317,7 +323,7 @@ def _in_other_worlds(program: str) -> None:
 
 
 def _caches(mesh: DeviceMesh, shapes: Sequence[list[int]]) -> list[dict[str, int]]:
-    """What the compiler's caches did in processes that are started one after another, each with another cut."""
+    """What the compiler's caches did in processes that are started one after another, each with another partition."""
     found: list[dict[str, int]] = []
     if dist.get_rank() > 0:
         return found
@@ -350,13 +356,13 @@ import sys; sys.stdout.flush(); os._exit(0)
 """
 
 
-@line("C9", "another cut of the same extent after a restart hits the compiler's caches", processes=True)
+@line("C9", "another partition of the same size after a restart hits the compiler's caches", processes=True)
 def _(mesh: DeviceMesh) -> None:
     for warm in _caches(mesh, [[5, 2], [4, 3], [0, 7]])[1:]:
         assert warm.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in warm, warm
 
 
-@line("C9", "another extent after a restart hits the compiler's caches", processes=True, known="docs/limits.md")
+@line("C9", "another size after a restart hits the compiler's caches", processes=True, known="docs/limits.md")
 def _(mesh: DeviceMesh) -> None:
     for warm in _caches(mesh, [[5, 2], [6, 3], [8, 8]])[1:]:
         assert warm.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in warm, warm
@@ -376,7 +382,7 @@ for _kind in ("torch.func.grad of plain parameters", "torch.func.hessian of plai
     @line("C7", f"{_kind}, sharded input, eager and compiled", processes=True)
     def _(mesh: DeviceMesh, kind: str = _kind) -> None:
         function, full = _func(kind), numbers(7, 4)
-        x = cut(full, mesh, [5, 2])
+        x = partition(full, mesh, [5, 2])
         same(function(x), function(full))
         same(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(full))
 
@@ -386,7 +392,7 @@ def _(mesh: DeviceMesh) -> None:
     region = torch.compiler.nested_compile_region(lambda x: x.sin() * 2)
     full = numbers(7, 4)
     run = torch.compile(lambda x: region(region(x)), fullgraph=True, backend="aot_eager")
-    same(run(cut(full, mesh, [5, 2])), (full.sin() * 2).sin() * 2)
+    same(run(partition(full, mesh, [5, 2])), (full.sin() * 2).sin() * 2)
 
 
 def _higher(name: str) -> Callable[[Any], Any]:
@@ -413,7 +419,7 @@ for _name in ("cond", "while_loop", "scan"):
         def _(mesh: DeviceMesh, name: str = _name, compiled: bool = _compiled) -> None:
             function = _higher(name)
             run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-            run(cut(numbers(7, 4), mesh, [5, 2]))
+            run(partition(numbers(7, 4), mesh, [5, 2]))
 
 
 @line("C7", "`flex_attention`, eager and compiled")
@@ -426,9 +432,9 @@ def _(mesh: DeviceMesh) -> None:
 
     full = numbers(7, 4)
     for run in (flex, torch.compile(flex, fullgraph=True, backend="aot_eager")):
-        same(run(cut(full, mesh, [5, 2])), flex(full))
+        same(run(partition(full, mesh, [5, 2])), flex(full))
 
 
-@line("C7", "`torch.export`", "it would take blocks for constants of the graph")
+@line("C7", "`torch.export`", "it would take shards for constants of the graph")
 def _(mesh: DeviceMesh) -> None:
-    _higher("torch.export")(cut(numbers(7, 4), mesh, [5, 2]))
+    _higher("torch.export")(partition(numbers(7, 4), mesh, [5, 2]))

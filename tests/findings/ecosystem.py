@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
-from findings.line import cut, line, numbers, same
+from findings.line import line, numbers, partition, same
 
 
 @line("E1", "`opt_einsum.contract`, as neuraloperator calls it", needs="opt_einsum")
@@ -23,13 +23,13 @@ def _(mesh: DeviceMesh) -> None:
     import opt_einsum
 
     x, w = numbers(7, 4, 3), numbers(4, 5, 3, seed=1)
-    same(opt_einsum.contract("bix,iox->box", cut(x, mesh, [5, 2]), w), torch.einsum("bix,iox->box", x, w))
-    same(opt_einsum.contract("iox,bix->box", w, cut(x, mesh, [5, 2])), torch.einsum("bix,iox->box", x, w))
+    same(opt_einsum.contract("bix,iox->box", partition(x, mesh, [5, 2]), w), torch.einsum("bix,iox->box", x, w))
+    same(opt_einsum.contract("iox,bix->box", w, partition(x, mesh, [5, 2])), torch.einsum("bix,iox->box", x, w))
 
 
 @line("E2", "handlers as PhysicsNeMo registers them: of an op `(*args, **kwargs)`, of a name `namespace.op.default`")
 def _(mesh: DeviceMesh) -> None:
-    x = cut(numbers(7, 4), mesh, [5, 2])
+    x = partition(numbers(7, 4), mesh, [5, 2])
     before = dict(sc.ShardTensor.__dict__)
     assert "register_dispatch_handler" in before
     from shardcompile.dispatch import Handlers
@@ -66,7 +66,7 @@ def _(mesh: DeviceMesh) -> None:
 def _(mesh: DeviceMesh) -> None:
     full = numbers(7, 4)
     run = sc.local_map(lambda x, scale: x * scale, [Shard(0)], ([Shard(0)],), mesh)
-    same(run(cut(full, mesh, [5, 2]), scale=3), full * 3)
+    same(run(partition(full, mesh, [5, 2]), scale=3), full * 3)
 
 
 @line("E3", "factories with `layout=`")
@@ -77,14 +77,14 @@ def _(mesh: DeviceMesh) -> None:
 
 @line("E3", "`offsets()` inside a compiled function", r"offsets\(\) of .* inside a compiled function")
 def _(mesh: DeviceMesh) -> None:
-    torch.compile(lambda x: x * x.offsets(0), backend="aot_eager")(cut(numbers(7, 4), mesh, [5, 2]))
+    torch.compile(lambda x: x * x.offsets(0), backend="aot_eager")(partition(numbers(7, 4), mesh, [5, 2]))
 
 
 @line("E3", "`.sharding` inside a compiled function, of an input")
 def _(mesh: DeviceMesh) -> None:
     full = numbers(7, 4)
     run = torch.compile(lambda x: x * x.sharding.sizes(0)[0], fullgraph=True, backend="aot_eager")
-    same(run(cut(full, mesh, [5, 2])), full * 5)
+    same(run(partition(full, mesh, [5, 2])), full * 5)
 
 
 @line("E3", "`.placements`, `.device_mesh`, `.shape` inside a compiled function, of what is made there")
@@ -97,7 +97,7 @@ def _(mesh: DeviceMesh) -> None:
             assert y.placements == (Shard(0),) and y.device_mesh.size() == 2
         return y * y.shape[0]
 
-    same(torch.compile(run, fullgraph=True, backend="aot_eager")(cut(full, mesh, [5, 2])), full.sin() * 7)
+    same(torch.compile(run, fullgraph=True, backend="aot_eager")(partition(full, mesh, [5, 2])), full.sin() * 7)
 
 
 @line(
@@ -107,7 +107,7 @@ def _(mesh: DeviceMesh) -> None:
 )
 def _(mesh: DeviceMesh) -> None:
     torch.compile(lambda x: x * x.sin().sharding.sizes(0)[0], fullgraph=True, backend="aot_eager")(
-        cut(numbers(7, 4), mesh, [5, 2])
+        partition(numbers(7, 4), mesh, [5, 2])
     )
 
 
@@ -115,7 +115,7 @@ def _(mesh: DeviceMesh) -> None:
 def _(mesh: DeviceMesh) -> None:
     from torch.utils._debug_mode import DebugMode
 
-    x = cut(numbers(7, 4), mesh, [5, 2])
+    x = partition(numbers(7, 4), mesh, [5, 2])
     with DebugMode(record_torchfunction=False) as mode:
         x.redistribute(placements=[Replicate()])
     assert "redistribute" in mode.debug_string(), mode.debug_string()
@@ -130,7 +130,7 @@ def _(mesh: DeviceMesh) -> None:
     assert done.stdout.split()[-1:] == ["10"], done
 
 
-@line("E3", "`from_dtensor` of `_StridedShard`", "its blocks lie in another order than that of the mesh dims", ranks=4)
+@line("E3", "`from_dtensor` of `_StridedShard`", "its shards lie in another order than that of the mesh dims", ranks=4)
 def _(mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -144,7 +144,7 @@ def _(mesh: DeviceMesh) -> None:
 @line("E4", '`f"{loss:.3f}"` of a 0-dim sharded tensor')
 def _(mesh: DeviceMesh) -> None:
     full = numbers(7, 4)
-    assert f"{cut(full, mesh, [5, 2]).mean():.3f}" == f"{full.mean():.3f}"
+    assert f"{partition(full, mesh, [5, 2]).mean():.3f}" == f"{full.mean():.3f}"
 
 
 @line("E4", "TensorBoard's `add_scalar(loss)`", needs="tensorboard", processes=True)
@@ -152,34 +152,40 @@ def _(mesh: DeviceMesh) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
-        writer.add_scalar("loss", cut(numbers(7, 4), mesh, [5, 2]).mean(), 1)
+        writer.add_scalar("loss", partition(numbers(7, 4), mesh, [5, 2]).mean(), 1)
 
 
 @line("E4", "`from_dlpack`", "has no memory of its own that others could read")
 def _(mesh: DeviceMesh) -> None:
-    torch.utils.dlpack.from_dlpack(cut(numbers(7, 4), mesh, [5, 2]))
+    torch.utils.dlpack.from_dlpack(partition(numbers(7, 4), mesh, [5, 2]))
 
 
 @line("E4", "`share_memory_()`", "has no memory of its own that others could read")
 def _(mesh: DeviceMesh) -> None:
-    cut(numbers(7, 4), mesh, [5, 2]).share_memory_()
+    partition(numbers(7, 4), mesh, [5, 2]).share_memory_()
 
 
 @line("E4", "`p.data = sharded` on a plain p", "cannot become a sharded one in place")
 def _(mesh: DeviceMesh) -> None:
     p = nn.Parameter(numbers(7, 4))
-    p.data = cut(numbers(7, 4), mesh, [5, 2])
+    p.data = partition(numbers(7, 4), mesh, [5, 2])
     p.sum()
 
 
-@line("E4", "Accelerate's `gather(loss)`", "it would send each rank's block as if", needs="accelerate", processes=True)
+@line(
+    "E4",
+    "Accelerate's `gather(loss)`",
+    "it would send each rank's local shard as if",
+    needs="accelerate",
+    processes=True,
+)
 def _(mesh: DeviceMesh) -> None:
     from accelerate import Accelerator
 
     rank = str(mesh.get_local_rank())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"})
-    Accelerator(cpu=True).gather(cut(numbers(7, 4), mesh, [5, 2]).mean())
+    Accelerator(cpu=True).gather(partition(numbers(7, 4), mesh, [5, 2]).mean())
 
 
 _SIZES: dict[str, Any] = {
@@ -196,15 +202,15 @@ for _name, _value in _SIZES.items():
         sc.ShardTensor.from_local(numbers(5, 4), mesh, [Shard(0)], {0: value})
 
 
-_BLOCKS: dict[str, Any] = {
+_SHARDS: dict[str, Any] = {
     "sparse": lambda mesh: numbers(5, 4).to_sparse(),
     "meta": lambda mesh: numbers(5, 4).to("meta"),
     "DTensor": lambda mesh: DTensor.from_local(numbers(5, 4), mesh, [Replicate()]),
-    "ShardTensor": lambda mesh: cut(numbers(7, 4), mesh, [5, 2]),
+    "ShardTensor": lambda mesh: partition(numbers(7, 4), mesh, [5, 2]),
 }
-for _name, _make in _BLOCKS.items():
+for _name, _make in _SHARDS.items():
 
-    @line("E5", f"a {_name} block", "block")
+    @line("E5", f"a {_name} shard", "shard")
     def _(mesh: DeviceMesh, make: Any = _make) -> None:
         sc.ShardTensor.from_local(make(mesh), mesh, [Shard(0)], {0: [5, 5]})
 

@@ -69,10 +69,10 @@ def scenes(number: str, known: str = "", /, **says: str) -> None:
         LINES[found.name] = found
 
 
-def cut(full: Tensor, mesh: DeviceMesh, sizes: Sequence[int], dim: int = 0) -> sc.ShardTensor:
-    """A tensor in blocks of these sizes."""
-    block = full.split(list(sizes), dim)[mesh.get_local_rank()].clone()
-    return sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: list(sizes)})
+def partition(full: Tensor, mesh: DeviceMesh, sizes: Sequence[int], dim: int = 0) -> sc.ShardTensor:
+    """A tensor sharded of these sizes."""
+    shard = full.split(list(sizes), dim)[mesh.get_local_rank()].clone()
+    return sc.ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: list(sizes)})
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from findings.line import cut, line, numbers, same, scenes
+from findings.line import line, numbers, partition, same, scenes
 
 
 @line("B1", "slices that start before row 0, of 3 rows [2, 1], of 2 and of 1; forward and backward")
@@ -21,7 +21,7 @@ def _(mesh: DeviceMesh) -> None:
     for rows, sizes in ((3, [2, 1]), (2, [0, 2]), (1, [1, 0])):
         for part in (slice(-5, None), slice(-3, -1), slice(None, -9), slice(-9, 9), slice(2, -9)):
             full = numbers(rows, 2).requires_grad_()
-            x = cut(full.detach(), mesh, sizes).requires_grad_()
+            x = partition(full.detach(), mesh, sizes).requires_grad_()
             same(x[part], full[part])
             (x[part] ** 2).sum().backward()
             (full[part] ** 2).sum().backward()
@@ -42,7 +42,7 @@ def _(mesh: DeviceMesh) -> None:
             self.net, self.losses = nn.Linear(4, 1).double(), []
 
         def training_step(self, batch: Any, index: int) -> Any:
-            loss = self.net(cut(batch[0], mesh, [5, 2])).square().mean()
+            loss = self.net(partition(batch[0], mesh, [5, 2])).square().mean()
             self.log("loss", loss, prog_bar=True)
             self.losses.append(loss.detach())
             return loss
@@ -59,10 +59,10 @@ def _(mesh: DeviceMesh) -> None:
     same(torch.tensor(float(trainer.callback_metrics["loss"])), model.losses[-1].full_tensor().float())
 
 
-@line("B3", "`fully_shard` over parameters in blocks", "Parameters in blocks get complete gradients without a wrapper")
+@line("B3", "`fully_shard` over parameters sharded", "Parameters sharded get complete gradients without a wrapper")
 def _(mesh: DeviceMesh) -> None:
     model = nn.Linear(3, 4, bias=False)
-    model.weight = nn.Parameter(cut(numbers(4, 3), mesh, [3, 1]))
+    model.weight = nn.Parameter(partition(numbers(4, 3), mesh, [3, 1]))
     fully_shard(model, mesh=mesh)
 
 
@@ -74,13 +74,13 @@ scenes(
 )
 
 
-@line("B4", "a block of one row that enters by `from_local` inside a compiled function", processes=True)
+@line("B4", "a shard of one row that enters by `from_local` inside a compiled function", processes=True)
 def _(mesh: DeviceMesh) -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter)
-    def total(block: Any) -> Any:
-        return sc.ShardTensor.from_local(block, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
+    def total(shard: Any) -> Any:
+        return sc.ShardTensor.from_local(shard, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
 
     for sizes in ([4, 3], [5, 1], [1, 6], [0, 3], [2, 0], [1, 1], [7, 4]):
         full = numbers(sum(sizes), 3)
@@ -94,7 +94,7 @@ for _op in ("x[tensor([9])]", "index_select(0, tensor([-1]))", "embedding", "sca
 
     @line("B5", f"an index out of range: {_op}", "out of (range|bounds)|rank [01] has come to its end")
     def _(mesh: DeviceMesh, op: str = _op) -> None:
-        x = cut(numbers(3, 2), mesh, [2, 1])
+        x = partition(numbers(3, 2), mesh, [2, 1])
         if op.startswith("x["):
             x[torch.tensor([9])].full_tensor()
         elif op.startswith("index"):
@@ -102,7 +102,9 @@ for _op in ("x[tensor([9])]", "index_select(0, tensor([-1]))", "embedding", "sca
         elif op == "embedding":
             torch.nn.functional.embedding(torch.tensor([1, 7]), x).full_tensor()
         else:
-            torch.zeros(3, dtype=x.dtype).scatter_add(0, cut(torch.tensor([0, 9, 1]), mesh, [2, 1]), x[:, 0]).sum()
+            torch.zeros(3, dtype=x.dtype).scatter_add(
+                0, partition(torch.tensor([0, 9, 1]), mesh, [2, 1]), x[:, 0]
+            ).sum()
 
 
 scenes("B5", index_out_of_range="an index out of range on one rank")

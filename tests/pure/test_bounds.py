@@ -44,27 +44,27 @@ def backend_of_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(numbers: random.Random, ranks: int) -> Graph:
     """Weights that are gathered, even and uneven ones, products with them, and gradients that are reduced."""
-    place = suite.Place(ranks, 0, "g", lambda e, i: suite.random_cut(e, ranks, numbers))
+    place = suite.Place(ranks, 0, "g", lambda e, i: suite.random_partition(e, ranks, numbers))
     w = suite.Writer(place)
     x = w.input(numbers.choice([64, 4096]), 2048)
     weights = []
     for _ in range(numbers.randint(1, 3)):
-        block, sizes, shape = w.parameter(2048, 2048)
+        shard, sizes, shape = w.parameter(2048, 2048)
         if numbers.random() < 0.3:
-            block = w.input(-(-2048 // ranks), 2048)
-            weights.append(w.done(_c10d.all_gather_into_tensor.default, block, ranks, "g"))
+            shard = w.input(-(-2048 // ranks), 2048)
+            weights.append(w.done(_c10d.all_gather_into_tensor.default, shard, ranks, "g"))
         else:
-            weights.append(w.gathered(block, sizes, shape))
+            weights.append(w.gathered(shard, sizes, shape))
     results = []
     for weight in weights:
         wide = w.call(torch.ops.aten.slice.Tensor, weight, 0, 0, 2048)
         gradient = w.mm(w.t(x), x)
         x = w.mm(x, wide)
         if len(weights) + len(results) < 5 and numbers.random() < 0.7:
-            results.append(w.scattered(gradient, w.cut(2048)))
+            results.append(w.scattered(gradient, w.partition(2048)))
     if len(weights) < 2:
-        cuts = w.cut(64), w.cut(64)
-        results += [w.turned(w.input(cuts[0][0], 64, 512), (0, 1), cuts) for _ in range(2)]
+        partitions = w.partition(64), w.partition(64)
+        results += [w.turned(w.input(partitions[0][0], 64, 512), (0, 1), partitions) for _ in range(2)]
     return w.output(x, *results)
 
 

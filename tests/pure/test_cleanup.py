@@ -13,15 +13,15 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardcompile.compat import SUPERSEDED
-from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
-from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
+from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.graph.collective import WAIT
 
 aten, ours = torch.ops.aten, torch.ops.shardcompile
-TAKE, PLACE = ours.take_block.default, ours.place_block.default
+TAKE, PLACE = ours.take_shard.default, ours.place_shard.default
 A, B = (3, 0, 2), (1, 2, 2)
-"""Two cuts of five rows."""
+"""Two partitions of five rows."""
 
 
 def shaped(b: Builder, flat: Node, dim: int, shape: Sequence[int]) -> Node:
@@ -233,11 +233,11 @@ def test_the_only_wait_stays_though_nobody_reads_it() -> None:
         check_untouched(graph_pass, write)
 
 
-# The own block of what was gathered.
+# The local shard of what was gathered.
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-def test_the_own_block_is_not_gathered(ndim: int) -> None:
+def test_the_own_shard_is_not_gathered(ndim: int) -> None:
     for dim in range(ndim):
 
         def write(b: Builder, rank: int, dim: int = dim) -> list[Node]:
@@ -259,7 +259,7 @@ def test_a_gather_that_is_read_in_full_as_well_stays() -> None:
     assert TAKE not in targets(graphs[0])
 
 
-def test_the_block_is_that_of_the_time_it_was_gathered() -> None:
+def test_the_shard_is_that_of_the_time_it_was_gathered() -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         x = b.input(A[rank], 2)
         whole = gathered(b, x, 0)
@@ -269,7 +269,7 @@ def test_the_block_is_that_of_the_time_it_was_gathered() -> None:
     assert check(DropOwnSlice(), write)[0] == []
 
 
-def takes_another_cut(b: Builder, rank: int) -> list[Node]:
+def takes_another_partition(b: Builder, rank: int) -> list[Node]:
     return [taken(b, gathered(b, b.input(A[rank], 2), 0), 0, rank, B)]
 
 
@@ -293,25 +293,25 @@ def takes_of_the_flat_result(b: Builder, rank: int) -> list[Node]:
 
 @pytest.mark.parametrize(
     "write",
-    [takes_another_cut, takes_another_dim, takes_in_another_group, takes_with_numbers, takes_of_the_flat_result],
+    [takes_another_partition, takes_another_dim, takes_in_another_group, takes_with_numbers, takes_of_the_flat_result],
 )
-def test_blocks_that_are_not_the_own_one(write: Any) -> None:
+def test_shards_that_are_not_the_own_one(write: Any) -> None:
     check_untouched(DropOwnSlice(), write)
 
 
 # Round trips.
 
 
-def exchanged(b: Builder, x: Node, src: int, dst: int, rank: int, cuts: Sequence[Any] = (A, B)) -> Node:
-    src_sizes, dst_sizes = cuts
+def exchanged(b: Builder, x: Node, src: int, dst: int, rank: int, partitions: Sequence[Any] = (A, B)) -> Node:
+    src_sizes, dst_sizes = partitions
     shape = list(x.meta["val"].shape)
     shape[src], shape[dst] = sum(src_sizes), dst_sizes[rank]
     args = (src, dst, sum(src_sizes), dst_sizes[rank], list(src_sizes), 0, [], list(dst_sizes), 0, [], "g")
     return shaped(b, b.call(ours.all_to_all_v.default, x, *args), src, shape)
 
 
-def fetched(b: Builder, x: Node, dim: int, rank: int, cuts: Sequence[Any] = (A, B), halo: int = 0) -> Node:
-    src_sizes, dst_sizes = cuts
+def fetched(b: Builder, x: Node, dim: int, rank: int, partitions: Sequence[Any] = (A, B), halo: int = 0) -> Node:
+    src_sizes, dst_sizes = partitions
     shape = list(x.meta["val"].shape)
     shape[dim] = dst_sizes[rank]
     args = (
@@ -334,7 +334,7 @@ def fetched(b: Builder, x: Node, dim: int, rank: int, cuts: Sequence[Any] = (A, 
 def mirrored(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int]) -> Node:
     shape = list(x.meta["val"].shape)
     shape[dim] = sizes[2 - rank]
-    return shaped(b, b.call(ours.mirror_blocks.default, x, dim, shape[dim], "g"), dim, shape)
+    return shaped(b, b.call(ours.mirror_shards.default, x, dim, shape[dim], "g"), dim, shape)
 
 
 def rolled(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int], shift: int) -> Node:
@@ -388,7 +388,7 @@ def test_what_is_read_on_the_way_stays() -> None:
     assert check(CancelRoundTrips(), write)[0] == ["fetch_ranges"]
 
 
-def test_a_block_that_is_placed_and_taken() -> None:
+def test_a_shard_that_is_placed_and_taken() -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         placed = b.call(PLACE, b.input(A[rank], 2), 0, 5, list(A), 0, [], "g")
         return [taken(b, placed, 0, rank)]
@@ -419,7 +419,7 @@ def test_journeys_that_are_no_round_trips(write: Any) -> None:
     check_untouched(CancelRoundTrips(), write)
 
 
-# The own block of a sum.
+# The local shard of a sum.
 
 
 def summed(b: Builder, x: Node, op: str = "sum") -> Node:
@@ -432,7 +432,7 @@ def summed(b: Builder, x: Node, op: str = "sum") -> Node:
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-def test_the_own_block_of_a_sum_is_scattered(ndim: int, op: str) -> None:
+def test_the_own_shard_of_a_sum_is_scattered(ndim: int, op: str) -> None:
     for dim in range(ndim):
 
         def write(b: Builder, rank: int, dim: int = dim) -> list[Node]:
@@ -448,7 +448,7 @@ def reads_the_sum(b: Builder, rank: int) -> list[Node]:
     return [taken(b, whole, 0, rank), b.call(aten.sin.default, whole)]
 
 
-def takes_two_cuts(b: Builder, rank: int) -> list[Node]:
+def takes_two_partitions(b: Builder, rank: int) -> list[Node]:
     whole = summed(b, b.input(5, 2))
     return [taken(b, whole, 0, rank), taken(b, whole, 0, rank, B)]
 
@@ -461,13 +461,13 @@ def takes_a_maximum(b: Builder, rank: int) -> list[Node]:
     return [taken(b, b.done(ALL_REDUCE, b.input(5), "max", "g"), 0, rank)]
 
 
-@pytest.mark.parametrize("write", [reads_the_sum, takes_two_cuts, takes_of_another_group, takes_a_maximum])
+@pytest.mark.parametrize("write", [reads_the_sum, takes_two_partitions, takes_of_another_group, takes_a_maximum])
 def test_sums_that_are_not_scattered(write: Any) -> None:
     check_untouched(ReduceThenSlice(), write)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_own_block_of_what_is_spread_is_spread_alone(dim: int) -> None:
+def test_the_own_shard_of_what_is_spread_is_spread_alone(dim: int) -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         row, column = b.input(1, 5) if dim else b.input(5), b.input(5, 1) if dim else b.input(1, 5)
         x = b.input(5, 1) if dim else b.input(1, 5)
@@ -475,12 +475,12 @@ def test_the_own_block_of_what_is_spread_is_spread_alone(dim: int) -> None:
         factor = b.input(5, 1) if dim else b.input(5)
         return [taken(b, b.call(aten.mul.Tensor, spread, factor), dim, rank), b.call(aten.neg.default, row), column]
 
-    _, graphs = check(SpreadOwnBlock(), write)
+    _, graphs = check(SpreadLocalShard(), write)
     assert TAKE not in targets(graphs[0])
 
 
 @pytest.mark.parametrize("rows", ["several", "written to", "one in all"])
-def test_the_block_of_other_rows_is_taken(rows: str) -> None:
+def test_the_shard_of_other_rows_is_taken(rows: str) -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         x, y = b.input(1, 4), b.input(5, 4)
         if rows == "one in all":
@@ -492,7 +492,7 @@ def test_the_block_of_other_rows_is_taken(rows: str) -> None:
             return [taken(b, spread, 0, rank), after, b.call(aten.neg.default, y)]
         return [taken(b, b.call(aten.mul.Tensor, spread, y), 0, rank)]
 
-    _, graphs = check(SpreadOwnBlock(), write)
+    _, graphs = check(SpreadLocalShard(), write)
     assert TAKE in targets(graphs[0])
 
 
@@ -503,21 +503,21 @@ def test_sizes_that_are_symbols() -> None:
         x = b.graph.placeholder("x")
         x.meta["val"] = b.mode.from_tensor(torch.empty(7, 3), static_shapes=False)
         rows, columns = (b.call(aten.sym_size.int, x, d) for d in range(2))
-        key, block = (b.graph.placeholder(name) for name in ("key", "block"))
-        key.meta["val"], block.meta["val"] = 0, rows.meta["val"]
+        key, shard = (b.graph.placeholder(name) for name in ("key", "shard"))
+        key.meta["val"], shard.meta["val"] = 0, rows.meta["val"]
         reduced = b.done(ALL_REDUCE, b.call(aten.view.default, x, [-1]), "sum", "g")
         whole = b.call(aten.view.default, reduced, [rows, columns])
-        cut = ([], key, [], "g")
-        gather = b.call(ours.all_gather_v.default, b.call(TAKE, whole, 1, block, *cut), 1, columns, *cut)
+        partition = ([], key, [], "g")
+        gather = b.call(ours.all_gather_v.default, b.call(TAKE, whole, 1, shard, *partition), 1, columns, *partition)
         back = b.call(aten.view.default, b.call(WAIT, gather), [columns, rows])
-        graph = b.output(b.call(TAKE, b.call(aten.permute.default, back, [1, 0]), 1, block, *cut))
+        graph = b.output(b.call(TAKE, b.call(aten.permute.default, back, [1, 0]), 1, shard, *partition))
         DropOwnSlice()(graph)
         ReduceThenSlice()(graph)
         graph.lint()
         assert kinds(graph) == ["reduce_scatter_v"]
 
 
-def test_a_shared_gather_of_even_blocks() -> None:
+def test_a_shared_gather_of_even_shards() -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         x = b.input(2, 2)
         return [b.call(aten.neg.default, b.done(ALL_GATHER, x, 3, "g")) for _ in range(3)]

@@ -60,12 +60,12 @@ def test_tolerances_are_those_of_torch() -> None:
             assert (difference(got, want.to(dtype), USUAL) is None) == right, (dtype, factor)
 
 
-def test_cuts_are_uneven_and_add_up() -> None:
-    for extent in range(12):
+def test_partitions_are_uneven_and_add_up() -> None:
+    for size in range(12):
         for parts in range(1, 9):
             for style in range(8):
-                sizes = uneven_sizes(extent, parts, style)
-                assert len(sizes) == parts and sum(sizes) == extent and min(sizes) >= 0
+                sizes = uneven_sizes(size, parts, style)
+                assert len(sizes) == parts and sum(sizes) == size and min(sizes) >= 0
     for style in (1, 2):
         for parts in range(3, 9):
             assert {0, 1} <= set(uneven_sizes(20, parts, style))

@@ -1,4 +1,4 @@
-"""Prices: formulas against numbers worked out by hand, and the same on every rank whatever its block is."""
+"""Prices: formulas against numbers worked out by hand, and the same on every rank whatever its shard is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardcompile import machines
 from shardcompile.machines import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost import operations
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
-from shardcompile.passes.graph.blocks import labels, rank_dependent
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
+from shardcompile.passes.graph.rank_dependent_sizes import labels, rank_dependent
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.simulator import simulate
@@ -43,7 +43,7 @@ def model(link: Link = PORTS, device: Device = H100, groups: Mapping[str, int] =
 
 
 class Builder:
-    """Writes a graph of bytes: the extents of a tensor are what it holds and moves."""
+    """Writes a graph of bytes: the sizes of a tensor are what it holds and moves."""
 
     def __init__(self, dtype: torch.dtype = torch.uint8) -> None:
         self.graph = Graph()
@@ -73,7 +73,7 @@ class Builder:
         return self.graph
 
 
-def cut(sizes: Sequence[int]) -> tuple[list[int], int, list[int]]:
+def partition(sizes: Sequence[int]) -> tuple[list[int], int, list[int]]:
     return list(sizes), 0, []
 
 
@@ -97,43 +97,43 @@ COLLECTIVES = {
     "exchange of 24": (lambda b: b.call(c10d.all_to_all_single.default, b.input(24), [], [], "g"), 16, 16),
     "broadcast of 24": (lambda b: b.call(c10d.broadcast.default, b.input(24), 0, "g"), 24, 16),
     # The owner of 6 x 10 sends them twice; all in all each of 80 bytes is sent twice, over 3 ranks.
-    "uneven gather": (lambda b: b.call(ours.all_gather_v.default, b.input(6, 10), 0, 8, *cut(SIZES), "g"), RING, 160 / 3),
+    "uneven gather": (lambda b: b.call(ours.all_gather_v.default, b.input(6, 10), 0, 8, *partition(SIZES), "g"), RING, 160 / 3),
     "uneven scatter": (
-        lambda b: b.call(ours.reduce_scatter_v.default, b.input(8, 10), 0, 6, "sum", *cut(SIZES), "g"), RING, 160 / 3
+        lambda b: b.call(ours.reduce_scatter_v.default, b.input(8, 10), 0, 6, "sum", *partition(SIZES), "g"), RING, 160 / 3
     ),
     # Rank 0 holds 6 of 8 rows and keeps 1 of 8 columns; rank 1 gets 3 columns and holds no row of them.
     "turn": (
-        lambda b: b.call(ours.all_to_all_v.default, b.input(6, 8), 0, 1, 8, 1, *cut(SIZES), *cut([1, 3, 4]), "g"),
+        lambda b: b.call(ours.all_to_all_v.default, b.input(6, 8), 0, 1, 8, 1, *partition(SIZES), *partition([1, 3, 4]), "g"),
         6 * 7,
         (6 * 7 + 2 * 4) / 3,
     ),
     # Rows 0-5 | - | 6-7 become 0-1 | 2-5 | 6-7: rank 1 takes four of rank 0's.
-    "new cut": (
-        lambda b: b.call(ours.fetch_ranges.default, b.input(6, 10), 0, 8, 2, *cut(SIZES), *cut([2, 4, 2]), [], None, "g"),
+    "new partition": (
+        lambda b: b.call(ours.fetch_ranges.default, b.input(6, 10), 0, 8, 2, *partition(SIZES), *partition([2, 4, 2]), [], None, "g"),
         40,
         40 / 3,
     ),
     # A row from either neighbour: rank 1 takes two and gives two.
     "halo": (
-        lambda b: b.call(ours.fetch_ranges.default, b.input(3, 10), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 1], None, "g"),
+        lambda b: b.call(ours.fetch_ranges.default, b.input(3, 10), 0, 9, 4, *partition([3, 3, 3]), *partition([3, 3, 3]), [9, 1, 1, 1, 1], None, "g"),
         20,
         40 / 3,
     ),
     "halo back": (
-        lambda b: b.call(ours.return_ranges.default, b.input(4, 10), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 1], None, "g"),
+        lambda b: b.call(ours.return_ranges.default, b.input(4, 10), 0, 9, 3, *partition([3, 3, 3]), *partition([3, 3, 3]), [9, 1, 1, 1, 1], None, "g"),
         20,
         40 / 3,
     ),
-    # Rows 7,0-4 | - | 5,6: one row of each of the two blocks is the other's.
-    "roll": (lambda b: b.call(ours.fetch_around.default, b.input(6, 10), 0, 1, -1, 8, 6, *cut(SIZES), "g"), 10, 20 / 3),
+    # Rows 7,0-4 | - | 5,6: one row of each of the two shards is the other's.
+    "roll": (lambda b: b.call(ours.fetch_around.default, b.input(6, 10), 0, 1, -1, 8, 6, *partition(SIZES), "g"), 10, 20 / 3),
     # A row from either neighbour, also over the ends.
     "halo around": (
-        lambda b: b.call(ours.fetch_around.default, b.input(3, 10), 0, 1, 1, 9, 5, *cut([3, 3, 3]), "g"), 20, 60 / 3
+        lambda b: b.call(ours.fetch_around.default, b.input(3, 10), 0, 1, 1, 9, 5, *partition([3, 3, 3]), "g"), 20, 60 / 3
     ),
     "halo around back": (
-        lambda b: b.call(ours.return_around.default, b.input(5, 10), 0, 1, 1, 9, 3, *cut([3, 3, 3]), "g"), 20, 60 / 3
+        lambda b: b.call(ours.return_around.default, b.input(5, 10), 0, 1, 1, 9, 3, *partition([3, 3, 3]), "g"), 20, 60 / 3
     ),
-    "chunk cut": (lambda b: b.call(ours.all_gather_v.default, b.input(3, 10), 0, 8, [], 0, [], "g"), 60, 160 / 3),
+    "chunk partition": (lambda b: b.call(ours.all_gather_v.default, b.input(3, 10), 0, 8, [], 0, [], "g"), 60, 160 / 3),
     "alone": (lambda b: b.call(c10d.all_reduce.default, b.input(24), "sum", "one"), 0, 0),
 }  # fmt: skip
 
@@ -328,10 +328,10 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_sizes_without_a_hint_get_a_default_and_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     b = Builder()
     x = b.input(8)
-    extent = b.mode.shape_env.create_unbacked_symint()
-    torch._check(extent >= 0)
+    size = b.mode.shape_env.create_unbacked_symint()
+    torch._check(size >= 0)
     with b.mode:
-        x.meta["val"] = torch.empty((extent,), dtype=torch.uint8)
+        x.meta["val"] = torch.empty((size,), dtype=torch.uint8)
     start = b.call(c10d.all_reduce.default, x, "sum", "g")
     graph = b.output(b.call(WAIT, start))
     operations.say_once.cache_clear()
@@ -369,25 +369,36 @@ def test_what_has_no_price_gets_a_default_and_is_named_once(caplog: pytest.LogCa
 
 
 def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
-    """What a rank traces of a program with fixed cuts: the numbers are those of its own blocks."""
+    """What a rank traces of a program with fixed partitions: the numbers are those of its local shards."""
     b = Builder(torch.float32)
     n, mine, total = len(sizes), sizes[rank], sum(sizes)
     width = sum(columns)
     x, w, weight = b.input(mine, width), b.input(width, width), b.input(mine, width)
     # A weight that is gathered, used and gets a gradient.
     whole = b.call(
-        aten.view.default, b.wait(ours.all_gather_v.default, weight, 0, total, *cut(sizes), "g"), [total, width]
+        aten.view.default, b.wait(ours.all_gather_v.default, weight, 0, total, *partition(sizes), "g"), [total, width]
     )
     hidden = b.call(aten.relu.default, b.call(aten.mm.default, x, w))
     y = b.call(aten.mm.default, hidden, b.call(aten.t.default, whole))
     grad = b.call(aten.mm.default, b.call(aten.t.default, y), hidden)
-    flat = b.wait(ours.reduce_scatter_v.default, grad, 0, mine, "sum", *cut(sizes), "g")
+    flat = b.wait(ours.reduce_scatter_v.default, grad, 0, mine, "sum", *partition(sizes), "g")
     new = b.call(aten.sub.Tensor, weight, b.call(aten.view.default, flat, [mine, width]))
-    # Blocks that are cut anew, turned, exchanged, and gathered in a bucket.
+    # Shards that are sharded anew, turned, exchanged, and gathered in a bucket.
     moved = b.wait(
-        ours.fetch_ranges.default, hidden, 0, total, sizes[-1 - rank], *cut(sizes), *cut(sizes[::-1]), [], None, "g"
+        ours.fetch_ranges.default,
+        hidden,
+        0,
+        total,
+        sizes[-1 - rank],
+        *partition(sizes),
+        *partition(sizes[::-1]),
+        [],
+        None,
+        "g",
     )
-    turned = b.wait(ours.all_to_all_v.default, hidden, 0, 1, total, columns[rank], *cut(sizes), *cut(columns), "g")
+    turned = b.wait(
+        ours.all_to_all_v.default, hidden, 0, 1, total, columns[rank], *partition(sizes), *partition(columns), "g"
+    )
     outer = [7 * (rank + 1)] * n
     exchanged = b.wait(c10d.all_to_all_single.default, b.input(sum(outer)), outer, outer, "g")
     both = b.wait(
@@ -401,9 +412,9 @@ def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
         [n, 0, n, 0],
         "g",
     )
-    own = b.call(ours.take_block.default, whole, 0, mine, *cut(sizes), "g")
-    placed = b.call(ours.place_block.default, own, 0, total, *cut(sizes), "g")
-    mirrored = b.wait(ours.mirror_blocks.default, own, 0, sizes[-1 - rank], "g")
+    own = b.call(ours.take_shard.default, whole, 0, mine, *partition(sizes), "g")
+    placed = b.call(ours.place_shard.default, own, 0, total, *partition(sizes), "g")
+    mirrored = b.wait(ours.mirror_shards.default, own, 0, sizes[-1 - rank], "g")
     loss = b.wait(c10d.all_reduce.default, b.call(aten.sum.default, y), "sum", "g")
     return b.output(new, moved, turned, exchanged, both, placed, mirrored, loss)  # fmt: skip
 
@@ -435,11 +446,11 @@ def test_the_test_above_can_fail() -> None:
     assert read[0] != read[1] != read[2]
 
 
-def test_blocks_of_a_known_cut_count_as_the_largest_of_them() -> None:
+def test_shards_of_a_known_partition_count_as_the_largest_of_them() -> None:
     b = Builder()
     x = b.input(1, 10)
-    start = b.call(ours.all_gather_v.default, x, 0, 12, *cut([1, 8, 3]), "g")
-    scattered = b.call(ours.reduce_scatter_v.default, b.input(12, 10), 0, 1, "sum", *cut([1, 8, 3]), "g")
+    start = b.call(ours.all_gather_v.default, x, 0, 12, *partition([1, 8, 3]), "g")
+    scattered = b.call(ours.reduce_scatter_v.default, b.input(12, 10), 0, 1, "sum", *partition([1, 8, 3]), "g")
     other = b.call(aten.neg.default, x)
     prices = Prices.of(b.output(start, b.call(WAIT, scattered), other), model())
     assert [prices.nbytes[n] for n in (x, start, scattered)] == [80, 120, 80]
@@ -448,15 +459,15 @@ def test_blocks_of_a_known_cut_count_as_the_largest_of_them() -> None:
 
 def test_what_only_one_rank_has_costs_nothing() -> None:
     def step_of(rank: int) -> Graph:
-        """Rank 0 has no rows: torch has it copy nothing, and makes the zeros of another block."""
+        """Rank 0 has no rows: torch has it copy nothing, and makes the zeros of another shard."""
         b = Builder()
         rows = [0, 4][rank]
         x, w = b.input(rows, 10), b.input(10, 10)
-        whole = b.call(WAIT, b.call(ours.all_gather_v.default, x, 0, 6, *cut([0, 4, 2]), "g"))
+        whole = b.call(WAIT, b.call(ours.all_gather_v.default, x, 0, 6, *partition([0, 4, 2]), "g"))
         product = b.call(aten.mm.default, b.call(aten.view.default, whole, [6, 10]), w)
         if rank:
             x = b.call(aten.clone.default, x)
-        other = b.call(WAIT, b.call(ours.all_gather_v.default, x, 0, 6, *cut([0, 4, 2]), "g"))
+        other = b.call(WAIT, b.call(ours.all_gather_v.default, x, 0, 6, *partition([0, 4, 2]), "g"))
         return b.output(product, other)
 
     tasks = []
@@ -467,11 +478,11 @@ def test_what_only_one_rank_has_costs_nothing() -> None:
     assert tasks[0] == tasks[1]
 
 
-def test_whether_blocks_are_uneven_is_told_by_the_cut_and_not_by_the_block() -> None:
+def test_whether_shards_are_uneven_is_told_by_the_partition_and_not_by_the_shard() -> None:
     def dependent(sizes: Sequence[int]) -> bool:
         b = Builder()
         x = b.input(4, 2)
-        graph = b.output(b.wait(ours.all_gather_v.default, x, 0, sum(sizes), *cut(sizes), "g"))
+        graph = b.output(b.wait(ours.all_gather_v.default, x, 0, sum(sizes), *partition(sizes), "g"))
         return x in rank_dependent(graph, GROUPS)
 
     assert not dependent([4, 4, 4])
@@ -482,9 +493,9 @@ def test_dependence_ends_at_collectives_and_scalars() -> None:
     b = Builder(torch.float32)
     x, w, u = b.input(5, 4), b.input(4, 4), b.input(5, 4)
     y = b.call(aten.mm.default, x, w)
-    z = b.call(aten.add.Tensor, y, u)  # so that u is a block as well
+    z = b.call(aten.add.Tensor, y, u)  # so that u is a shard as well
     of_u = b.call(aten.exp.default, u)
-    gathered = b.wait(ours.all_gather_v.default, y, 0, 9, *cut([5, 1, 3]), "g")
+    gathered = b.wait(ours.all_gather_v.default, y, 0, 9, *partition([5, 1, 3]), "g")
     after = b.call(aten.relu.default, gathered)
     loss = b.call(aten.sum.default, z)
     other = b.call(aten.mul.Tensor, b.input(3), loss)
@@ -496,9 +507,11 @@ def test_dependence_ends_at_collectives_and_scalars() -> None:
 def test_a_weight_that_was_gathered_is_alike_on_all_ranks() -> None:
     b = Builder(torch.float32)
     shard = b.input(2, 4)
-    whole = b.call(aten.view.default, b.wait(ours.all_gather_v.default, shard, 0, 4, *cut([2, 1, 1]), "g"), [4, 4])
+    whole = b.call(
+        aten.view.default, b.wait(ours.all_gather_v.default, shard, 0, 4, *partition([2, 1, 1]), "g"), [4, 4]
+    )
     y = b.call(aten.mm.default, b.input(5, 4), whole)
-    sent = b.wait(ours.all_gather_v.default, y, 0, 9, *cut([5, 1, 3]), "g")
+    sent = b.wait(ours.all_gather_v.default, y, 0, 9, *partition([5, 1, 3]), "g")
     elsewhere = b.call(aten.mm.default, b.input(7, 4), whole)
     found = rank_dependent(b.output(sent, elsewhere), GROUPS)
     assert {shard, y} <= found
@@ -508,9 +521,9 @@ def test_a_weight_that_was_gathered_is_alike_on_all_ranks() -> None:
 def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price() -> None:
     b = Builder()
     x = b.input(5, 4)  # uneven rows over g, even columns over h
-    columns = b.call(ours.all_gather_v.default, x, 1, 8, *cut([4, 4]), "h")
-    block = b.call(aten.view.default, b.call(WAIT, columns), [5, 8])
-    rows = b.call(ours.all_gather_v.default, block, 0, 9, *cut([5, 1, 3]), "g")
+    columns = b.call(ours.all_gather_v.default, x, 1, 8, *partition([4, 4]), "h")
+    shard = b.call(aten.view.default, b.call(WAIT, columns), [5, 8])
+    rows = b.call(ours.all_gather_v.default, shard, 0, 9, *partition([5, 1, 3]), "g")
     graph = b.output(b.call(WAIT, rows))
     assert labels(graph, GROUPS)[x] == {"g"}
     prices = Prices.of(graph, model())
@@ -518,12 +531,23 @@ def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price(
     assert prices.seconds[rows] == 2 / 3 * 72 + (40 - 24)
 
 
-def test_a_halo_makes_even_blocks_uneven() -> None:
+def test_a_halo_makes_even_shards_uneven() -> None:
     b = Builder()
     fetched = b.call(
-        ours.fetch_ranges.default, b.input(3, 4), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 0], None, "g"
+        ours.fetch_ranges.default,
+        b.input(3, 4),
+        0,
+        9,
+        4,
+        *partition([3, 3, 3]),
+        *partition([3, 3, 3]),
+        [9, 1, 1, 1, 0],
+        None,
+        "g",
     )
-    moved = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), [], None, "g")
+    moved = b.call(
+        ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *partition([3, 3, 3]), *partition([3, 3, 3]), [], None, "g"
+    )
     found = rank_dependent(b.output(b.call(WAIT, fetched), b.call(WAIT, moved)), GROUPS)
     assert fetched in found
     assert moved not in found

@@ -20,12 +20,12 @@ from shardcompile.collectives.arguments import Signature, map_arguments
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.descriptor import Descriptor, Joins, descriptor_of, descriptors
 from shardcompile.collectives.gathers import ALL_GATHER_V
-from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
-from shardcompile.collectives.traffic import Traffic, blocks_to_all, gathered
-from shardcompile.layout import GroupCut, IntLike
+from shardcompile.collectives.torch_collectives import SHARD_DIM_ALLTOALL
+from shardcompile.collectives.traffic import Traffic, gathered, shards_to_all
 from shardcompile.machines import H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
+from shardcompile.sharding import GroupPartition, IntLike
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,14 +50,14 @@ def test_names_of_the_exchange_of_dtensor() -> None:
 
 class _Two(NamedTuple):
     input: Tensor
-    src: GroupCut
-    cuts: list[GroupCut]
+    src: GroupPartition
+    partitions: list[GroupPartition]
     group_name: str
 
 
 def test_a_record_comes_back_from_the_arguments_that_it_is_written_as() -> None:
-    cuts = [GroupCut([1, 2], 0, []), GroupCut([], 7, [2, 0, 3]), GroupCut([], 0, [])]
-    record = _Two(torch.ones(3), cuts[1], cuts, "g")
+    partitions = [GroupPartition([1, 2], 0, []), GroupPartition([], 7, [2, 0, 3]), GroupPartition([], 0, [])]
+    record = _Two(torch.ones(3), partitions[1], partitions, "g")
     signature = Signature(_Two)
     written = signature.write(record)
     assert written[1:] == ([], 7, [2, 0, 3], [1, 2], [0, 7, 0], [2, 0, 3], [2, 0, 0, 3, 0, 0], "g")
@@ -68,10 +68,10 @@ def test_a_record_comes_back_from_the_arguments_that_it_is_written_as() -> None:
 
 
 def test_mapped_arguments_keep_their_names() -> None:
-    record = _Two(torch.ones(3), GroupCut(["a", "b"], "k", [1]), [GroupCut([], "c", [])], "g")  # type: ignore[list-item, arg-type]
+    record = _Two(torch.ones(3), GroupPartition(["a", "b"], "k", [1]), [GroupPartition([], "c", [])], "g")  # type: ignore[list-item, arg-type]
     mapped = map_arguments(lambda a: a.upper() if isinstance(a, str) else a, record)
-    assert mapped.src == GroupCut(["A", "B"], "K", [1])  # type: ignore[list-item, arg-type]
-    assert mapped.cuts == [GroupCut([], "C", [])]  # type: ignore[arg-type]
+    assert mapped.src == GroupPartition(["A", "B"], "K", [1])  # type: ignore[list-item, arg-type]
+    assert mapped.partitions == [GroupPartition([], "C", [])]  # type: ignore[arg-type]
 
 
 POSITIONS = re.compile(r"\b(c|m|b|back|start|last|first|taken)\.(node\.)?args\[|members\[-1\]\.node\.args")
@@ -94,7 +94,7 @@ class _Toy(NamedTuple):
     input: Tensor
     dim: int
     total: IntLike
-    cut: GroupCut
+    partition: GroupPartition
     group_name: str
 
 
@@ -105,11 +105,11 @@ def toy() -> Iterator[Descriptor[_Toy]]:
         "toy_gather",
         _Toy,
         lambda a: torch.cat([a.input.reshape(-1)] * 2),
-        extents=lambda a: {a.dim: a.total},
-        members=lambda a, n: [gathered(a.input, a.dim, a.total, a.cut, n)],
-        traffic=blocks_to_all,
-        source=lambda a: (a.total, a.cut),
-        joins=Joins("all_gather_bucket", lambda a: [a.cut], uneven=True),
+        sizes=lambda a: {a.dim: a.total},
+        members=lambda a, n: [gathered(a.input, a.dim, a.total, a.partition, n)],
+        traffic=shards_to_all,
+        source=lambda a: (a.total, a.partition),
+        joins=Joins("all_gather_bucket", lambda a: [a.partition], uneven=True),
         told=True,
     )
     del descriptors_module._ALL[before:]
@@ -134,7 +134,7 @@ def test_passes_know_a_new_collective_by_its_descriptor_alone(toy: Descriptor[_T
         graph.lint()
         (bucket,) = collectives(graph)
         assert bucket.descriptor is ALL_GATHER_BUCKET
-        assert bucket.arguments.cuts == [GroupCut([3, 2], 0, [])] * 3
+        assert bucket.arguments.partitions == [GroupPartition([3, 2], 0, [])] * 3
         assert bucket.global_bytes == 3 * 5 * 2 * 8
 
 
@@ -143,7 +143,7 @@ def test_a_collective_without_traffic_has_a_price_all_the_same() -> None:
         input: Tensor
         group_name: str
 
-    plain = Descriptor("toy_without_traffic", _Plain, lambda a: a.input, extents=lambda a: {0: a.input.shape[0]})
+    plain = Descriptor("toy_without_traffic", _Plain, lambda a: a.input, sizes=lambda a: {0: a.input.shape[0]})
     descriptors_module._ALL.remove(plain)
     b = lockstep.Builder()
     start = b.call(plain.target, b.input(4), "g")
@@ -154,15 +154,15 @@ def test_a_collective_without_traffic_has_a_price_all_the_same() -> None:
         assert CostModel(H100).price(c).seconds > 0
 
 
-def test_blocks_that_go_to_all_cost_what_the_largest_one_does() -> None:
-    member = gathered(torch.empty(6, 2, device="meta"), 0, 8, GroupCut([6, 1, 1], 0, []), 3)
-    traffic = blocks_to_all([member], 3)
+def test_shards_that_go_to_all_cost_what_the_largest_one_does() -> None:
+    member = gathered(torch.empty(6, 2, device="meta"), 0, 8, GroupPartition([6, 1, 1], 0, []), 3)
+    traffic = shards_to_all([member], 3)
     assert dataclasses.replace(traffic, ring=None) == Traffic(2 * 48.0, 2 * 64)
 
 
 def test_or_a_ring_moves_an_even_division_of_them() -> None:
     """Of 8 rows of 16 bytes each of 4 ranks has a part of 2; the first one sends 4 of its 6 to others."""
-    member = gathered(torch.empty(6, 4, device="meta"), 0, 8, GroupCut([6, 1, 1, 0], 0, []), 4)
-    assert blocks_to_all([member], 4).ring == Traffic(3 * 32.0 + 64, 3 * 128, messages=True)
-    even = gathered(torch.empty(2, 4, device="meta"), 0, 8, GroupCut([2, 2, 2, 2], 0, []), 4)
-    assert blocks_to_all([even], 4).ring == Traffic(3 * 32.0, 3 * 128)
+    member = gathered(torch.empty(6, 4, device="meta"), 0, 8, GroupPartition([6, 1, 1, 0], 0, []), 4)
+    assert shards_to_all([member], 4).ring == Traffic(3 * 32.0 + 64, 3 * 128, messages=True)
+    even = gathered(torch.empty(2, 4, device="meta"), 0, 8, GroupPartition([2, 2, 2, 2], 0, []), 4)
+    assert shards_to_all([even], 4).ring == Traffic(3 * 32.0, 3 * 128)

@@ -62,7 +62,7 @@ def test_strides_of_pointwise_ops(dtype: torch.dtype) -> None:
     assert sum(record_of(op).order is Order.AS_A_SUM for op in seen) > (2 if dtype is torch.bool else 6)
 
 
-def test_strides_along_extents_of_1() -> None:
+def test_strides_along_sizes_of_1() -> None:
     """Kernels tell the order of dims by them. Of a number, a schema does not say whether it is an operand."""
     x = torch.ones(3, 6, 1, 1).as_strided((3, 6, 1, 1), (6, 1, 6, 6))
     others = [x, 2, torch.ones(()), torch.ones(3, 6, 1, 1)]

@@ -99,7 +99,7 @@ def test_tests_read_the_list_of_sources() -> None:
     assert [f"{p.name}: {line}" for p, line in lines if walks.search(line) and p != Path(__file__)] == []
 
 
-def test_passes_ask_no_extent_of_a_tensor_for_a_number() -> None:
+def test_passes_ask_no_size_of_a_tensor_for_a_number() -> None:
     """What Python asks of a symbol becomes a guard, which may hold on some ranks only."""
     asked = re.compile(r"shape\[[^\]]+\] (?:==|!=|<|>|<=|>=) \d")
     found = [

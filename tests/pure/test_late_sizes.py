@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardcompile.compat import late_sizes
 
-BOTH = ["_local_tensor", "_cut_keys"]
+BOTH = ["_local_tensor", "_partition_keys"]
 
 
 def captured(*parts: tuple[int, str | tuple[type, int]]) -> Any:
@@ -60,26 +60,26 @@ def symbol() -> torch.SymInt:
 
 
 def test_parts_of_results_are_compared_in_order() -> None:
-    assert stage(counted(BOTH), captured((0, "_local_tensor"), (0, "_cut_keys"))) == "compiled"
+    assert stage(counted(BOTH), captured((0, "_local_tensor"), (0, "_partition_keys"))) == "compiled"
     with pytest.raises(late_sizes._LearntLate):
         stage(counted(BOTH), captured((0, "_local_tensor")))
     with pytest.raises(late_sizes._LearntLate):  # as many in all
         stage(
             counted(BOTH, ["_local_tensor"]),
-            captured((0, "_local_tensor"), (1, "_local_tensor"), (1, "_cut_keys")),
+            captured((0, "_local_tensor"), (1, "_local_tensor"), (1, "_partition_keys")),
         )
 
 
 def test_sizes_that_are_symbols_are_compared() -> None:
     state = counted(["_local_tensor"], size=(symbol(), symbol()), stride=(symbol(), 1))
-    block, rows, columns = (0, "_local_tensor"), (0, (SubclassSizeAOTOutput, 0)), (0, (SubclassSizeAOTOutput, 1))
+    shard, rows, columns = (0, "_local_tensor"), (0, (SubclassSizeAOTOutput, 0)), (0, (SubclassSizeAOTOutput, 1))
     step = (0, (SubclassStrideAOTOutput, 0))
-    assert stage(state, captured(block, rows, columns, step)) == "compiled"
-    for learnt in ([block, columns, step], [block, rows], [block]):
+    assert stage(state, captured(shard, rows, columns, step)) == "compiled"
+    for learnt in ([shard, columns, step], [shard, rows], [shard]):
         with pytest.raises(late_sizes._LearntLate):
             stage(state, captured(*learnt))
     with pytest.raises(late_sizes._LearntLate):  # as many in all
-        stage(counted(["_local_tensor"], size=(symbol(), 2)), captured(block, columns))
+        stage(counted(["_local_tensor"], size=(symbol(), 2)), captured(shard, columns))
 
 
 def test_sizes_of_inner_tensors_are_compared() -> None:
@@ -87,7 +87,7 @@ def test_sizes_of_inner_tensors_are_compared() -> None:
     state = counted(BOTH)
     inner = state.fw_metadata.subclass_fw_graph_out_meta[0].attrs["_local_tensor"]
     inner.size_symbol_placeholders, inner.stride_symbol_placeholders = (True, False), (False, False)
-    parts = [(0, "_local_tensor"), (0, (SubclassSizeAOTOutput, 0)), (0, "_cut_keys")]
+    parts = [(0, "_local_tensor"), (0, (SubclassSizeAOTOutput, 0)), (0, "_partition_keys")]
     assert stage(state, captured(*parts)) == "compiled"
     with pytest.raises(late_sizes._LearntLate):
         stage(state, captured(*parts[::2]))

@@ -1,4 +1,4 @@
-"""Cuts and layouts: the blocks tile the tensor, and every derived cut is the one that torch's own slicing gives."""
+"""Partitions and layouts: the shards tile the tensor, and every derived partition is the one that torch's own slicing gives."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardcompile.errors import LayoutError
-from shardcompile.layout import (
+from shardcompile.sharding import (
     CHUNK_KEY,
-    Cut,
-    GroupCut,
+    GroupPartition,
     Layout,
     MeshShape,
+    Partition,
     Spec,
     chunk_sizes,
     contiguous_stride,
@@ -34,8 +34,8 @@ from shardcompile.layout import (
     normalize_placements,
     sizes_of_key,
 )
-from shardcompile.layout import sizes as sizes_module
-from shardcompile.layout.cut import Kind
+from shardcompile.sharding import sizes as sizes_module
+from shardcompile.sharding.partition import Kind
 
 R, P = Replicate(), Partial("sum")
 MESHES = [(1,), (2,), (3,), (2, 2), (2, 3), (1, 2), (2, 2, 2), (3, 1, 2)]
@@ -46,54 +46,57 @@ def coordinates(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, shape))
 
 
-def random_sizes(rng: random.Random, extent: int, parts: int) -> tuple[int, ...]:
-    return some_sizes(rng, extent, parts, 2)[1]
+def random_sizes(rng: random.Random, size: int, parts: int) -> tuple[int, ...]:
+    return some_sizes(rng, size, parts, 2)[1]
 
 
 def layout_of(
-    mesh: MeshShape, placements: Sequence[Placement], shape: Sequence[int], cut: Callable[[list[int], int], Cut]
+    mesh: MeshShape,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    partition: Callable[[list[int], int], Partition],
 ) -> Layout:
-    """A layout of these placements, with `cut` asked for the cut of each sharded dim."""
-    cuts = []
-    for dim, extent in enumerate(shape):
+    """A layout of these placements, with `partition` asked for the partition of each sharded dim."""
+    partitions = []
+    for dim, size in enumerate(shape):
         mesh_dims = [m for m, p in enumerate(placements) if p == Shard(dim)]
-        cuts.append(cut(mesh_dims, extent) if mesh_dims else None)
-    return Layout.of(mesh, placements, shape, torch.float32, cuts)
+        partitions.append(partition(mesh_dims, size) if mesh_dims else None)
+    return Layout.of(mesh, placements, shape, torch.float32, partitions)
 
 
-def some_cuts(mesh: Sequence[int]) -> Iterator[Cut]:
-    """Cuts of every kind over every choice and order of mesh dims, with empty blocks among them."""
+def some_partitions(mesh: Sequence[int]) -> Iterator[Partition]:
+    """Partitions of every kind over every choice and order of mesh dims, with empty shards among them."""
     rng = random.Random(0)
     for depth in range(1, len(mesh) + 1):
         for dims in itertools.permutations(range(len(mesh)), depth):
             parts = [mesh[m] for m in dims]
-            for extent in (0, 1, 5, 12):
-                yield Cut.chunk(dims, parts, extent)
+            for size in (0, 1, 5, 12):
+                yield Partition.chunk(dims, parts, size)
                 for kind in KINDS:
-                    yield Cut.of_sizes(dims, parts, random_sizes(rng, extent, math.prod(parts)), kind)
+                    yield Partition.of_sizes(dims, parts, random_sizes(rng, size, math.prod(parts)), kind)
 
 
-ALL_CUTS = [(mesh, cut) for mesh in MESHES for cut in some_cuts(mesh)]
+ALL_PARTITIONS = [(mesh, partition) for mesh in MESHES for partition in some_partitions(mesh)]
 
 
 # torch.chunk
 
 
 def test_chunk_sizes_are_those_of_torch_chunk() -> None:
-    for extent, parts in itertools.product(range(25), range(1, 10)):
-        expected = [len(c) for c in torch.arange(extent).chunk(parts)]
+    for size, parts in itertools.product(range(25), range(1, 10)):
+        expected = [len(c) for c in torch.arange(size).chunk(parts)]
         expected += [0] * (parts - len(expected))
-        assert chunk_sizes(extent, parts) == tuple(expected)
+        assert chunk_sizes(size, parts) == tuple(expected)
 
 
-def test_no_formula_of_a_symbolic_extent_stands_for_a_chunk() -> None:
+def test_no_formula_of_a_symbolic_size_stands_for_a_chunk() -> None:
     """It would name the rank in the graph, and comparisons with it would be guards that hold on some ranks only."""
 
     def traced(x: torch.Tensor) -> torch.Tensor:
-        cut = Cut.chunk((1, 0), (2, 3), x.shape[0])
-        assert cut.is_traced and cut.describe() == "[?]"
+        partition = Partition.chunk((1, 0), (2, 3), x.shape[0])
+        assert partition.is_traced and partition.describe() == "[?]"
         with pytest.raises(LayoutError, match="has no symbol in the trace"):
-            cut.local_size((0, 1))
+            partition.local_size((0, 1))
         return x
 
     make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
@@ -101,48 +104,50 @@ def test_no_formula_of_a_symbolic_extent_stands_for_a_chunk() -> None:
 
 @pytest.mark.parametrize("mesh", [(2, 3), (3, 2), (2, 2), (2, 3, 2), (2, 1, 3)])
 def test_nested_chunk_is_torch_chunk_of_chunks(mesh: tuple[int, ...]) -> None:
-    for extent, dims in itertools.product(range(14), itertools.permutations(range(len(mesh)))):
-        cut = Cut.chunk(dims, [mesh[m] for m in dims], extent)
+    for size, dims in itertools.product(range(14), itertools.permutations(range(len(mesh)))):
+        partition = Partition.chunk(dims, [mesh[m] for m in dims], size)
         for coordinate in coordinates(mesh):
-            rows = torch.arange(extent)
+            rows = torch.arange(size)
             for m in dims:
                 chunks = rows.chunk(mesh[m])
                 rows = chunks[coordinate[m]] if coordinate[m] < len(chunks) else rows[:0]
-            assert cut.local_size(coordinate) == len(rows)
+            assert partition.local_size(coordinate) == len(rows)
             if len(rows):
-                assert cut.offset(coordinate) == int(rows[0])
+                assert partition.offset(coordinate) == int(rows[0])
 
 
-# Blocks tile the tensor
+# Shards tile the tensor
 
 
 def assert_tiles(layout: Layout) -> None:
-    """Every element is in the block of exactly one coordinate of the sharding mesh dims; the others hold copies."""
+    """Every element is in the shard of exactly one coordinate of the sharding mesh dims; the others hold copies."""
     sharding = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
     count = np.zeros([int(s) for s in layout.shape], dtype=int)
     copies = math.prod(n for m, n in enumerate(layout.mesh.shape) if m not in sharding)
     for coordinate in coordinates(layout.mesh.shape):
-        block = count[layout.block_slices(coordinate)]
-        assert block.shape == layout.local_shape(coordinate)
-        assert layout.offsets(coordinate) == tuple(s.start for s in layout.block_slices(coordinate))
+        shard = count[layout.shard_slices(coordinate)]
+        assert shard.shape == layout.local_shape(coordinate)
+        assert layout.offsets(coordinate) == tuple(s.start for s in layout.shard_slices(coordinate))
         first = [c if m in sharding else 0 for m, c in enumerate(coordinate)]
-        assert layout.block_slices(coordinate) == layout.block_slices(first)
-        block += 1
+        assert layout.shard_slices(coordinate) == layout.shard_slices(first)
+        shard += 1
     assert (count == copies).all(), layout
 
 
-@pytest.mark.parametrize("sizes, extent", [((2, 2), 5), ((3, 3), 5)], ids=["gap", "overhang"])
-def test_assert_tiles_can_fail(sizes: tuple[int, ...], extent: int) -> None:
+@pytest.mark.parametrize("sizes, size", [((2, 2), 5), ((3, 3), 5)], ids=["gap", "overhang"])
+def test_assert_tiles_can_fail(sizes: tuple[int, ...], size: int) -> None:
     with pytest.raises(AssertionError):
-        assert_tiles(Layout.of(MeshShape((2,)), [Shard(0)], [extent], torch.float32, [Cut.of_sizes([0], [2], sizes)]))
+        assert_tiles(
+            Layout.of(MeshShape((2,)), [Shard(0)], [size], torch.float32, [Partition.of_sizes([0], [2], sizes)])
+        )
 
 
-@pytest.mark.parametrize("mesh, extent", [((1,), 4), ((2,), 6), ((3,), 5), ((4,), 4), ((2, 2), 4), ((2, 3), 3)])
-def test_every_cut_of_one_dim_tiles(mesh: tuple[int, ...], extent: int) -> None:
+@pytest.mark.parametrize("mesh, size", [((1,), 4), ((2,), 6), ((3,), 5), ((4,), 4), ((2, 2), 4), ((2, 3), 3)])
+def test_every_partition_of_one_dim_tiles(mesh: tuple[int, ...], size: int) -> None:
     for dims in itertools.permutations(range(len(mesh))):
-        for sizes in compositions(extent, math.prod(mesh)):
-            cut = Cut.of_sizes(dims, [mesh[m] for m in dims], sizes)
-            layout = Layout.of(MeshShape(mesh), [Shard(0)] * len(mesh), [extent], torch.float32, [cut])
+        for sizes in compositions(size, math.prod(mesh)):
+            partition = Partition.of_sizes(dims, [mesh[m] for m in dims], sizes)
+            layout = Layout.of(MeshShape(mesh), [Shard(0)] * len(mesh), [size], torch.float32, [partition])
             assert_tiles(layout)
             assert layout.sizes(0) == sizes and layout.is_even == (len(set(sizes)) == 1)
 
@@ -152,10 +157,10 @@ def test_every_cut_of_one_dim_tiles(mesh: tuple[int, ...], extent: int) -> None:
 def test_every_placement_tiles(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
     rng = random.Random(1)
 
-    def uneven(mesh_dims: list[int], extent: int) -> Cut:
+    def uneven(mesh_dims: list[int], size: int) -> Partition:
         dims = rng.sample(mesh_dims, len(mesh_dims))
         parts = [mesh[m] for m in dims]
-        return Cut.of_sizes(dims, parts, random_sizes(rng, extent, math.prod(parts)), rng.choice(KINDS))
+        return Partition.of_sizes(dims, parts, random_sizes(rng, size, math.prod(parts)), rng.choice(KINDS))
 
     choices = [R, P, *(Shard(d) for d in range(len(shape)))]
     for placements in itertools.product(choices, repeat=len(mesh)):
@@ -168,7 +173,7 @@ def large_layouts(draw: st.DrawFn) -> Layout:
     mesh = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     ndim = draw(st.integers(1, 3))
     placements = [draw(st.sampled_from([R, P, *map(Shard, range(ndim))])) for _ in mesh]
-    shape, cuts = [], []
+    shape, partitions = [], []
     for dim in range(ndim):
         dims = draw(st.permutations([m for m, p in enumerate(placements) if p == Shard(dim)]))
         parts = [mesh[m] for m in dims]
@@ -176,45 +181,53 @@ def large_layouts(draw: st.DrawFn) -> Layout:
         sizes = draw(st.lists(st.integers(0, 40) | st.just(0), min_size=count, max_size=count))
         shape.append(sum(sizes))
         kind = draw(st.sampled_from(KINDS))
-        made = Cut.chunk(dims, parts, sum(sizes)) if draw(st.booleans()) else Cut.of_sizes(dims, parts, sizes, kind)
-        cuts.append(made if dims else None)
-    return Layout.of(MeshShape(tuple(mesh)), placements, shape, torch.float32, cuts)
+        made = (
+            Partition.chunk(dims, parts, sum(sizes))
+            if draw(st.booleans())
+            else Partition.of_sizes(dims, parts, sizes, kind)
+        )
+        partitions.append(made if dims else None)
+    return Layout.of(MeshShape(tuple(mesh)), placements, shape, torch.float32, partitions)
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(large_layouts())
 def test_large_layouts_tile(layout: Layout) -> None:
     ends = []
-    for dim, cut in enumerate(layout.cuts):
-        blocks = {(layout.offset(c, dim), layout.local_shape(c)[dim]) for c in coordinates(layout.mesh.shape)}
-        ends.append(sorted(blocks))
-        assert len(blocks) <= (1 if cut is None else math.prod(cut.parts))
+    for dim, partition in enumerate(layout.partitions):
+        shards = {(layout.offset(c, dim), layout.local_shape(c)[dim]) for c in coordinates(layout.mesh.shape)}
+        ends.append(sorted(shards))
+        assert len(shards) <= (1 if partition is None else math.prod(partition.parts))
         rows = np.zeros(layout.shape[dim], dtype=int)
-        for start, size in blocks:
+        for start, size in shards:
             rows[start : start + size] += 1
         assert (rows == 1).all()
-    # Along each dim the blocks tile; in all, every combination of them must be somebody's.
+    # Along each dim the shards tile; in all, every combination of them must be somebody's.
     held = {tuple(zip(layout.offsets(c), layout.local_shape(c), strict=True)) for c in coordinates(layout.mesh.shape)}
     assert held == set(itertools.product(*ends))
 
 
-# Cuts that follow from cuts
+# Partitions that follow from partitions
 
 
-def test_coarsen_merges_the_blocks_of_the_innermost_mesh_dim() -> None:
+def test_coarsen_merges_the_shards_of_the_innermost_mesh_dim() -> None:
     checked = 0
-    for mesh, cut in ALL_CUTS:
-        coarse = cut.coarsen()
-        if len(cut.mesh_dims) == 1:
+    for mesh, partition in ALL_PARTITIONS:
+        coarse = partition.coarsen()
+        if len(partition.mesh_dims) == 1:
             assert coarse is None
             continue
         assert coarse is not None
-        inner = cut.mesh_dims[-1]
-        assert (coarse.kind, coarse.mesh_dims, coarse.extent) == (cut.kind, cut.mesh_dims[:-1], cut.extent)
+        inner = partition.mesh_dims[-1]
+        assert (coarse.kind, coarse.mesh_dims, coarse.size) == (
+            partition.kind,
+            partition.mesh_dims[:-1],
+            partition.size,
+        )
         for coordinate in coordinates(mesh):
             group = [_at(coordinate, inner, i) for i in range(mesh[inner])]
-            assert coarse.local_size(coordinate) == sum(int(cut.local_size(c)) for c in group)
-            assert coarse.offset(coordinate) == cut.offset(group[0])
+            assert coarse.local_size(coordinate) == sum(int(partition.local_size(c)) for c in group)
+            assert coarse.offset(coordinate) == partition.offset(group[0])
         checked += 1
     assert checked > 100
 
@@ -224,160 +237,162 @@ def _at(coordinate: Sequence[int], mesh_dim: int, index: int) -> tuple[int, ...]
 
 
 def test_prefix_coarsens_down_to_a_depth() -> None:
-    cut = Cut.of_sizes((2, 0, 1), (2, 2, 2), (1, 2, 3, 4, 5, 6, 7, 8))
-    assert cut.prefix(4) is cut.prefix(3) is cut
-    two, one = cut.prefix(2), cut.prefix(1)
+    partition = Partition.of_sizes((2, 0, 1), (2, 2, 2), (1, 2, 3, 4, 5, 6, 7, 8))
+    assert partition.prefix(4) is partition.prefix(3) is partition
+    two, one = partition.prefix(2), partition.prefix(1)
     assert two is not None and (two.mesh_dims, two.sizes) == ((2, 0), (3, 7, 11, 15))
     assert one is not None and (one.mesh_dims, one.sizes) == ((2,), (10, 26))
-    assert cut.prefix(0) is None
-    chunk = Cut.chunk((1, 0), (2, 3), 10).prefix(1)
-    assert chunk is not None and chunk == Cut.chunk((1,), (2,), 10)
+    assert partition.prefix(0) is None
+    chunk = Partition.chunk((1, 0), (2, 3), 10).prefix(1)
+    assert chunk is not None and chunk == Partition.chunk((1,), (2,), 10)
 
 
 @pytest.mark.parametrize("factor", [1, 2, 6])
 def test_scaled_flattens_trailing_elements_and_unscaled_splits_them_off(factor: int) -> None:
-    for mesh, cut in ALL_CUTS:
-        scaled = cut.scaled(factor)
-        assert scaled.extent == cut.extent * factor
+    for mesh, partition in ALL_PARTITIONS:
+        scaled = partition.scaled(factor)
+        assert scaled.size == partition.size * factor
         for coordinate in coordinates(mesh):
-            assert scaled.local_size(coordinate) == int(cut.local_size(coordinate)) * factor
-            assert scaled.offset(coordinate) == cut.offset(coordinate) * factor
+            assert scaled.local_size(coordinate) == int(partition.local_size(coordinate)) * factor
+            assert scaled.offset(coordinate) == partition.offset(coordinate) * factor
         back = scaled.unscaled(factor)
-        assert back is not None and back.extent == cut.extent and back.same_blocks(cut)
-        if cut.kind != "chunk":
-            assert back == cut
+        assert back is not None and back.size == partition.size and back.same_shards(partition)
+        if partition.kind != "chunk":
+            assert back == partition
 
 
-def test_unscaled_refuses_to_split_a_block() -> None:
-    assert Cut.of_sizes([0], [2], (4, 6)).unscaled(4) is None
-    assert Cut.chunk([0], [2], 6).unscaled(2) is None
-    two = Cut.of_sizes([0], [2], (4, 6)).unscaled(2)
-    assert two is not None and two.sizes == (2, 3) and two.extent == 5
-    chunk = Cut.chunk([0], [2], 8).unscaled(2)
+def test_unscaled_refuses_to_split_a_shard() -> None:
+    assert Partition.of_sizes([0], [2], (4, 6)).unscaled(4) is None
+    assert Partition.chunk([0], [2], 6).unscaled(2) is None
+    two = Partition.of_sizes([0], [2], (4, 6)).unscaled(2)
+    assert two is not None and two.sizes == (2, 3) and two.size == 5
+    chunk = Partition.chunk([0], [2], 8).unscaled(2)
     assert chunk is not None and chunk.sizes == (2, 2) and chunk.kind == "fixed"
 
 
 def test_unscaled_by_part_of_the_scale_keeps_the_key() -> None:
-    cut = Cut.of_sizes([0], [2], (1, 3)).scaled(6)
-    part = cut.unscaled(2)
-    assert part is not None and (part.sizes, part.scale, part.key) == ((3, 9), 3, cut.key)
-    other = cut.unscaled(3 * 2 * 2)
+    partition = Partition.of_sizes([0], [2], (1, 3)).scaled(6)
+    part = partition.unscaled(2)
+    assert part is not None and (part.sizes, part.scale, part.key) == ((3, 9), 3, partition.key)
+    other = partition.unscaled(3 * 2 * 2)
     assert other is None
-    mixed = Cut.of_sizes([0], [2], (2, 4)).scaled(6).unscaled(4)
+    mixed = Partition.of_sizes([0], [2], (2, 4)).scaled(6).unscaled(4)
     assert mixed is not None and mixed.sizes == (3, 6)
 
 
-def test_a_chunk_cut_is_scaled() -> None:
-    cut = Cut.chunk([0, 1], [2, 2], 5)
-    assert cut.sizes == (2, 1, 1, 1)
-    flat = cut.scaled(3)
-    assert flat.kind == "chunk" and flat.extent == 15 and flat.sizes == (6, 3, 3, 3)
-    assert flat.unscaled(3) == cut and flat.coarsen() == Cut.chunk([0], [2], 5).scaled(3)
-    assert not flat.same_blocks(Cut.chunk([0, 1], [2, 2], 15))
-    ref = Cut.chunk([0], [4], 5).scaled(3).group_ref((0,))
-    assert ref.blocks(15, 4) == (6, 6, 3, 0) == GroupCut([], CHUNK_KEY, [1, 0, 3]).blocks(15, 4)
+def test_a_chunk_partition_is_scaled() -> None:
+    partition = Partition.chunk([0, 1], [2, 2], 5)
+    assert partition.sizes == (2, 1, 1, 1)
+    flat = partition.scaled(3)
+    assert flat.kind == "chunk" and flat.size == 15 and flat.sizes == (6, 3, 3, 3)
+    assert flat.unscaled(3) == partition and flat.coarsen() == Partition.chunk([0], [2], 5).scaled(3)
+    assert not flat.same_shards(Partition.chunk([0, 1], [2, 2], 15))
+    ref = Partition.chunk([0], [4], 5).scaled(3).group_ref((0,))
+    assert ref.shards(15, 4) == (6, 6, 3, 0) == GroupPartition([], CHUNK_KEY, [1, 0, 3]).shards(15, 4)
 
 
-def test_a_chunk_cut_of_a_symbolic_extent_is_scaled() -> None:
+def test_a_chunk_partition_of_a_symbolic_size_is_scaled() -> None:
     def traced(x: torch.Tensor) -> torch.Tensor:
-        cut = Cut.chunk([0], [2], x.shape[0])
-        flat = cut.scaled(2)
-        assert flat.group_ref((0,)).grouping == [1, 0, 2] and flat.is_traced and cut.unscaled(2) is None
-        assert flat.unscaled(2).same_blocks(cut)
-        assert not flat.same_blocks(Cut.chunk([0], [2], 2 * x.shape[0]))
+        partition = Partition.chunk([0], [2], x.shape[0])
+        flat = partition.scaled(2)
+        assert flat.group_ref((0,)).grouping == [1, 0, 2] and flat.is_traced and partition.unscaled(2) is None
+        assert flat.unscaled(2).same_shards(partition)
+        assert not flat.same_shards(Partition.chunk([0], [2], 2 * x.shape[0]))
         return x
 
     make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
 
 
-def test_same_blocks() -> None:
-    cut = Cut.of_sizes((0, 1), (2, 2), (1, 1, 2, 0))
-    assert cut.same_blocks(Cut.of_sizes((0, 1), (2, 2), (1, 1, 2, 0), "fixed"))
-    assert Cut.chunk([0], [2], 5).same_blocks(Cut.of_sizes([0], [2], (3, 2)))
-    assert not cut.same_blocks(None)
-    assert not cut.same_blocks(Cut.of_sizes((1, 0), (2, 2), (1, 1, 2, 0)))
-    assert not cut.same_blocks(Cut.of_sizes((0, 1), (2, 2), (1, 1, 0, 2)))
-    assert not Cut.of_sizes((0, 1), (2, 3), range(6)).same_blocks(Cut.of_sizes((0, 1), (3, 2), range(6)))
+def test_same_shards() -> None:
+    partition = Partition.of_sizes((0, 1), (2, 2), (1, 1, 2, 0))
+    assert partition.same_shards(Partition.of_sizes((0, 1), (2, 2), (1, 1, 2, 0), "fixed"))
+    assert Partition.chunk([0], [2], 5).same_shards(Partition.of_sizes([0], [2], (3, 2)))
+    assert not partition.same_shards(None)
+    assert not partition.same_shards(Partition.of_sizes((1, 0), (2, 2), (1, 1, 2, 0)))
+    assert not partition.same_shards(Partition.of_sizes((0, 1), (2, 2), (1, 1, 0, 2)))
+    assert not Partition.of_sizes((0, 1), (2, 3), range(6)).same_shards(Partition.of_sizes((0, 1), (3, 2), range(6)))
 
 
-# Cuts inside a trace
+# Partitions inside a trace
 
 
-def test_a_traced_cut_knows_its_own_block_only() -> None:
-    cut = Cut.traced([0], [2], 8, key=1 << 60, block=3)
-    assert cut.is_traced and cut.local_size((1,)) == 3 and cut.describe() == "[?]"
-    with pytest.raises(LayoutError, match="sizes of a dynamic cut are not known while tracing"):
-        cut.sizes
-    assert cut.scaled(4).local_size((0,)) == 12 and cut.scaled(4).extent == 32
-    coarse = Cut.traced([0, 1], [2, 2], 8, key=1 << 60, block=3).coarsen()
+def test_a_traced_partition_knows_its_own_shard_only() -> None:
+    partition = Partition.traced([0], [2], 8, key=1 << 60, shard=3)
+    assert partition.is_traced and partition.local_size((1,)) == 3 and partition.describe() == "[?]"
+    with pytest.raises(LayoutError, match="sizes of a dynamic partition are not known while tracing"):
+        partition.sizes
+    assert partition.scaled(4).local_size((0,)) == 12 and partition.scaled(4).size == 32
+    coarse = Partition.traced([0, 1], [2, 2], 8, key=1 << 60, shard=3).coarsen()
     assert coarse is not None
     with pytest.raises(LayoutError, match=r"mesh dims \(0,\) has no symbol"):
         coarse.local_size((0, 0))
 
 
-def test_same_blocks_of_traced_cuts_compares_keys_and_what_was_done_to_them() -> None:
-    a, b = (Cut.traced([0], [2], 8, key, 3) for key in (4, 6))
-    assert a.same_blocks(Cut.traced([0], [2], 8, 4, 4)) and not a.same_blocks(b)
-    assert not a.same_blocks(a.scaled(2))
-    assert a.scaled(6).same_blocks(a.scaled(3).scaled(2))
+def test_same_shards_of_traced_partitions_compares_keys_and_what_was_done_to_them() -> None:
+    a, b = (Partition.traced([0], [2], 8, key, 3) for key in (4, 6))
+    assert a.same_shards(Partition.traced([0], [2], 8, 4, 4)) and not a.same_shards(b)
+    assert not a.same_shards(a.scaled(2))
+    assert a.scaled(6).same_shards(a.scaled(3).scaled(2))
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((4, 4), [2]), ((3, 2), [2]), ((2, 1, 1, 1), [2, 2])])
 def test_a_traced_partition_is_the_chunked_one_if_its_key_says_so(sizes: tuple[int, ...], parts: list[int]) -> None:
-    mesh_dims, extent = list(range(len(parts))), sum(sizes)
-    chunked, key = Cut.chunk(mesh_dims, parts, extent), Cut.of_sizes(mesh_dims, parts, sizes).key
+    mesh_dims, size = list(range(len(parts))), sum(sizes)
+    chunked, key = Partition.chunk(mesh_dims, parts, size), Partition.of_sizes(mesh_dims, parts, sizes).key
     assert chunked.sizes == sizes and chunked.as_dynamic().key == key and chunked.as_dynamic().sizes == sizes
-    traced = Cut.traced(mesh_dims, parts, extent, key, 3)
-    assert traced.same_blocks(dataclasses.replace(chunked, blocks=None)) and dataclasses.replace(
-        chunked, blocks=None
-    ).same_blocks(traced)
-    assert not traced.same_blocks(dataclasses.replace(chunked, blocks=None).scaled(2))
-    other = Cut.of_sizes(mesh_dims, parts, (extent, *[0] * (len(sizes) - 1)))
-    assert not Cut.traced(mesh_dims, parts, extent, other.key, 3).same_blocks(dataclasses.replace(chunked, blocks=None))
+    traced = Partition.traced(mesh_dims, parts, size, key, 3)
+    assert traced.same_shards(dataclasses.replace(chunked, shards=None)) and dataclasses.replace(
+        chunked, shards=None
+    ).same_shards(traced)
+    assert not traced.same_shards(dataclasses.replace(chunked, shards=None).scaled(2))
+    other = Partition.of_sizes(mesh_dims, parts, (size, *[0] * (len(sizes) - 1)))
+    assert not Partition.traced(mesh_dims, parts, size, other.key, 3).same_shards(
+        dataclasses.replace(chunked, shards=None)
+    )
 
 
 # What a collective is told
 
 
-def _derived(cut: Cut) -> Iterator[Cut]:
-    yield cut
-    yield cut.scaled(6)
-    part = cut.scaled(6).unscaled(2)
+def _derived(partition: Partition) -> Iterator[Partition]:
+    yield partition
+    yield partition.scaled(6)
+    part = partition.scaled(6).unscaled(2)
     assert part is not None
     yield part
-    coarse = cut.coarsen()
+    coarse = partition.coarsen()
     if coarse is not None:
         yield from (coarse, coarse.scaled(2), *_derived(coarse))
-    scaled = cut.scaled(3).coarsen()
+    scaled = partition.scaled(3).coarsen()
     if scaled is not None:
         yield scaled
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_group_ref_resolves_to_the_blocks_of_the_group(mesh: tuple[int, ...]) -> None:
-    for cut in itertools.chain.from_iterable(map(_derived, some_cuts(mesh))):
-        inner = cut.mesh_dims[-1]
+def test_a_group_ref_resolves_to_the_shards_of_the_group(mesh: tuple[int, ...]) -> None:
+    for partition in itertools.chain.from_iterable(map(_derived, some_partitions(mesh))):
+        inner = partition.mesh_dims[-1]
         for coordinate in coordinates(mesh):
-            expected = tuple(cut.local_size(_at(coordinate, inner, i)) for i in range(mesh[inner]))
-            ref = cut.group_ref(coordinate)
-            got = GroupCut.resolve(sum(map(int, expected)), ref.sizes, int(ref.key), ref.grouping, mesh[inner])
-            assert got == expected, (cut, coordinate)
-            if cut.kind == "dynamic":  # nothing that a graph would be specialised on
-                assert ref.sizes == [] and ref.key == cut.key != CHUNK_KEY
+            expected = tuple(partition.local_size(_at(coordinate, inner, i)) for i in range(mesh[inner]))
+            ref = partition.group_ref(coordinate)
+            got = GroupPartition.resolve(sum(map(int, expected)), ref.sizes, int(ref.key), ref.grouping, mesh[inner])
+            assert got == expected, (partition, coordinate)
+            if partition.kind == "dynamic":  # nothing that a graph would be specialised on
+                assert ref.sizes == [] and ref.key == partition.key != CHUNK_KEY
             else:
                 assert ref.key == CHUNK_KEY
 
 
-def test_a_group_ref_of_a_symbolic_chunk_resolves_by_the_group_extent() -> None:
+def test_a_group_ref_of_a_symbolic_chunk_resolves_by_the_group_size() -> None:
     def traced(x: torch.Tensor) -> torch.Tensor:
-        assert Cut.chunk((1, 0), (2, 3), x.shape[0]).group_ref((0, 1)) == GroupCut([], CHUNK_KEY, [])
+        assert Partition.chunk((1, 0), (2, 3), x.shape[0]).group_ref((0, 1)) == GroupPartition([], CHUNK_KEY, [])
         return x
 
     make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
-    whole = Cut.chunk((1, 0), (2, 3), 11)
+    whole = Partition.chunk((1, 0), (2, 3), 11)
     for outer in range(2):
         total = sum(whole.sizes[3 * outer : 3 * outer + 3])
-        assert GroupCut.resolve(total, [], CHUNK_KEY, [], 3) == whole.sizes[3 * outer : 3 * outer + 3]
+        assert GroupPartition.resolve(total, [], CHUNK_KEY, [], 3) == whole.sizes[3 * outer : 3 * outer + 3]
 
 
 # The table of sizes
@@ -391,7 +406,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def key_of(*sizes: int) -> int:
-    return int(Cut.of_sizes([0], [len(sizes)], sizes).key)
+    return int(Partition.of_sizes([0], [len(sizes)], sizes).key)
 
 
 def test_keys_stand_for_sizes(table: Callable[[int], None]) -> None:
@@ -410,7 +425,7 @@ def test_keys_do_not_depend_on_what_was_there_before(table: Callable[[int], None
 
 
 def test_an_unknown_key_raises() -> None:
-    with pytest.raises(LayoutError, match="key 123 is no longer known in this process: more than 16777216 block"):
+    with pytest.raises(LayoutError, match="key 123 is no longer known in this process: more than 16777216 shard"):
         sizes_of_key(123)
 
 
@@ -419,7 +434,7 @@ def test_the_oldest_sizes_are_evicted(table: Callable[[int], None]) -> None:
     first, second, third = key_of(1, 2), key_of(3, 4), key_of(5, 6)
     assert sizes_of_key(first) == (1, 2)
     fourth = key_of(7, 8)
-    with pytest.raises(LayoutError, match=f"{first} is no longer known .* more than 6 block sizes"):
+    with pytest.raises(LayoutError, match=f"{first} is no longer known .* more than 6 shard sizes"):
         sizes_of_key(first)
     assert [sizes_of_key(k) for k in (second, third, fourth)] == [(3, 4), (5, 6), (7, 8)]
     assert key_of(1, 2) == first and sizes_of_key(first) == (1, 2)
@@ -437,16 +452,16 @@ def test_sizes_that_are_used_again_count_as_new(table: Callable[[int], None]) ->
         sizes_of_key(second)
 
 
-def test_a_cut_that_is_larger_than_the_limit_is_kept(table: Callable[[int], None]) -> None:
+def test_a_partition_that_is_larger_than_the_limit_is_kept(table: Callable[[int], None]) -> None:
     table(2)
     assert sizes_of_key(key_of(1, 2, 3, 4)) == (1, 2, 3, 4)
 
 
-def test_two_cuts_of_one_key_raise(table: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_partitions_of_one_key_raise(table: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes_module, "_KEY_BASE", 2)  # every key is 2, or 3 if the sizes are torch.chunk's
     key_of(1, 2)
     assert key_of(2, 1) == 3
-    with pytest.raises(LayoutError, match=r"two cuts share the key 2: \(1, 2\) and \(0, 3\)"):
+    with pytest.raises(LayoutError, match=r"two partitions share the key 2: \(1, 2\) and \(0, 3\)"):
         key_of(0, 3)
 
 
@@ -465,10 +480,12 @@ def samples() -> list[Layout]:
         Layout.chunked(MeshShape((2,)), [R], (5, 2), torch.float32),
         Layout.chunked(MeshShape((2,)), [P], (5, 2), torch.float32),
         Layout.chunked(MeshShape((2,)), [Partial("max")], (5, 2), torch.float32),
-        layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1))),
-        layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1), "fixed")),
-        layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m, [2, 2], (1, 1, 1, 2))),
-        layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m[::-1], [2, 2], (1, 1, 1, 2))),
+        layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Partition.of_sizes(m, [2], (4, 1))),
+        layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Partition.of_sizes(m, [2], (4, 1), "fixed")),
+        layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Partition.of_sizes(m, [2, 2], (1, 1, 1, 2))),
+        layout_of(
+            MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Partition.of_sizes(m[::-1], [2, 2], (1, 1, 1, 2))
+        ),
         Layout.chunked(MeshShape((2,)), [R], (), torch.float32),
     ]
 
@@ -478,9 +495,9 @@ DESCRIPTIONS = [x.describe() for x in samples()]
 
 def rebuilt(layout: Layout) -> Layout:
     """An equal layout of which no part is the same object."""
-    cuts = [None if c is None else dataclasses.replace(c, parts=(*c.parts,)) for c in layout.cuts]
+    partitions = [None if c is None else dataclasses.replace(c, parts=(*c.parts,)) for c in layout.partitions]
     mesh = MeshShape(layout.mesh.shape, layout.mesh.mesh_dim_names)
-    return Layout(mesh, copy.deepcopy(layout.placements), (*layout.shape,), layout.dtype, cuts)
+    return Layout(mesh, copy.deepcopy(layout.placements), (*layout.shape,), layout.dtype, partitions)
 
 
 def test_layouts_are_equal_if_all_their_parts_are() -> None:
@@ -500,12 +517,12 @@ def test_layouts_are_equal_if_all_their_parts_are() -> None:
 def test_equal_layouts_are_one_object() -> None:
     for layout in samples():
         other = rebuilt(layout)
-        assert Layout.of(other.mesh, other.placements, other.shape, other.dtype, other.cuts) is layout
+        assert Layout.of(other.mesh, other.placements, other.shape, other.dtype, other.partitions) is layout
         assert Spec.of(layout, contiguous_stride(layout.shape)) is Spec.of(other, contiguous_stride(layout.shape))
 
 
 def test_interning_forgets_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[Layout.__module__]  # `shardcompile.layout.layout`
+    module = sys.modules[Layout.__module__]  # `shardcompile.sharding.layout`
     monkeypatch.setattr(module, "_INTERNED", {})
     monkeypatch.setattr(module, "_INTERNED_LIMIT", 4)
     layouts = [Layout.chunked(MeshShape((2,)), [R], (n,), torch.float32) for n in range(9)]
@@ -515,8 +532,8 @@ def test_interning_forgets_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_traced_layouts_compare_by_identity() -> None:
     def make() -> Layout:
-        cut = Cut.traced([0], [2], 8, 7, 3)
-        return Layout.of(MeshShape((2,)), [Shard(0)], (8,), torch.float32, [cut])
+        partition = Partition.traced([0], [2], 8, 7, 3)
+        return Layout.of(MeshShape((2,)), [Shard(0)], (8,), torch.float32, [partition])
 
     module = sys.modules[Layout.__module__]
     before = len(module._INTERNED)
@@ -533,26 +550,26 @@ def test_pickle_and_copies_give_the_same_object(index: int) -> None:
     for value in (layout, spec):
         assert pickle.loads(pickle.dumps(value)) is value
         assert copy.deepcopy(value) is value and copy.copy(value) is value
-    for cut in layout.cuts:
-        assert pickle.loads(pickle.dumps(cut)) == cut
-        assert copy.deepcopy(cut) == cut and hash(copy.deepcopy(cut)) == hash(cut)
+    for partition in layout.partitions:
+        assert pickle.loads(pickle.dumps(partition)) == partition
+        assert copy.deepcopy(partition) == partition and hash(copy.deepcopy(partition)) == hash(partition)
 
 
-def test_a_pickled_cut_brings_its_sizes_to_another_process(table: Callable[[int], None]) -> None:
-    cut = Cut.of_sizes((0, 1), (2, 2), (1, 2, 3, 4))
-    pickled = pickle.dumps([cut, cut.coarsen(), cut.scaled(3)])
-    sizes_module._TABLE = sizes_module._SizeTable()  # as in a process that has not seen the cut
+def test_a_pickled_partition_brings_its_sizes_to_another_process(table: Callable[[int], None]) -> None:
+    partition = Partition.of_sizes((0, 1), (2, 2), (1, 2, 3, 4))
+    pickled = pickle.dumps([partition, partition.coarsen(), partition.scaled(3)])
+    sizes_module._TABLE = sizes_module._SizeTable()  # as in a process that has not seen the partition
     for loaded in pickle.loads(pickled):
         ref = loaded.group_ref((1, 0))
         count = loaded.parts[-1]
         expected = tuple(loaded.local_size(_at((1, 0), loaded.mesh_dims[-1], i)) for i in range(count))
-        assert GroupCut.resolve(sum(expected), ref.sizes, ref.key, ref.grouping, count) == expected
+        assert GroupPartition.resolve(sum(expected), ref.sizes, ref.key, ref.grouping, count) == expected
 
 
-def test_layouts_specs_and_cuts_cannot_be_changed() -> None:
+def test_layouts_specs_and_partitions_cannot_be_changed() -> None:
     layout = samples()[0]
     spec = Spec.of(layout, (2, 1))
-    for value in (layout, spec, layout.cuts[0], layout.mesh, layout.cut_of(0).group_ref((0,))):
+    for value in (layout, spec, layout.partitions[0], layout.mesh, layout.partition_of(0).group_ref((0,))):
         names = getattr(value, "__slots__", None) or vars(value)
         for name in [n for n in names if n != "__weakref__"]:
             before = getattr(value, name)
@@ -566,16 +583,19 @@ def test_layouts_specs_and_cuts_cannot_be_changed() -> None:
 
 
 def test_derived_layouts() -> None:
-    cut = Cut.of_sizes([0], [2], (4, 1))
-    layout = Layout.of(MeshShape((2, 3)), [Shard(0), P], (5, 2), torch.float32, [cut, None])
-    assert layout.ndim == 2 and layout.nbytes == 40 and not layout.is_even and layout.cut_of(0) is cut
+    partition = Partition.of_sizes([0], [2], (4, 1))
+    layout = Layout.of(MeshShape((2, 3)), [Shard(0), P], (5, 2), torch.float32, [partition, None])
+    assert layout.ndim == 2 and layout.nbytes == 40 and not layout.is_even and layout.partition_of(0) is partition
     assert layout.is_partial and not layout.is_replicated
     assert layout.with_dtype(torch.float32) is layout
-    assert layout.with_dtype(torch.float64).nbytes == 80 and layout.with_dtype(torch.float64).cuts == layout.cuts
-    assert layout.reduced().placements == (Shard(0), R) and layout.reduced().cuts == layout.cuts
+    assert (
+        layout.with_dtype(torch.float64).nbytes == 80
+        and layout.with_dtype(torch.float64).partitions == layout.partitions
+    )
+    assert layout.reduced().placements == (Shard(0), R) and layout.reduced().partitions == layout.partitions
     assert layout.reduced().reduced() is layout.reduced()
     whole = layout.replicated()
-    assert whole.is_replicated and whole.placements == (R, R) and whole.cuts == (None, None) and whole.is_even
+    assert whole.is_replicated and whole.placements == (R, R) and whole.partitions == (None, None) and whole.is_even
     assert whole.local_shape((1, 2)) == (5, 2)
     with pytest.raises(LayoutError, match="tensor dim 1 is not sharded in f32"):
         layout.sizes(1)
@@ -590,29 +610,29 @@ def test_contiguous_stride_is_that_of_torch(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh, placements, cut, text",
+    "mesh, placements, partition, text",
     [
-        (MeshShape((2,)), [Shard(0)], Cut.of_sizes([0], [2], (3, 5)), "f32[8, 2] 0: S(0)[3,5]"),
-        (MeshShape((2,), ("dp",)), [Shard(0)], Cut.of_sizes([0], [2], (3, 5)), "f32[8, 2] dp: S(0)[3,5]"),
-        (MeshShape((2,)), [Shard(0)], Cut.chunk([0], [2], 8), "f32[8, 2] 0: S(0)[4,4]"),
+        (MeshShape((2,)), [Shard(0)], Partition.of_sizes([0], [2], (3, 5)), "f32[8, 2] 0: S(0)[3,5]"),
+        (MeshShape((2,), ("dp",)), [Shard(0)], Partition.of_sizes([0], [2], (3, 5)), "f32[8, 2] dp: S(0)[3,5]"),
+        (MeshShape((2,)), [Shard(0)], Partition.chunk([0], [2], 8), "f32[8, 2] 0: S(0)[4,4]"),
         (MeshShape((2, 2), ("a", "b")), [Partial("avg"), R], None, "f32[8, 2] a: P(avg), b: R"),
         (
             MeshShape((2, 2)),
             [Shard(0), Shard(0)],
-            Cut.of_sizes([0, 1], [2, 2], (1, 2, 0, 5)),
+            Partition.of_sizes([0, 1], [2, 2], (1, 2, 0, 5)),
             "f32[8, 2] 0: S(0), 1: S(0)[1,2,0,5]",
         ),
         (
             MeshShape((2, 2)),
             [Shard(0), Shard(0)],
-            Cut.of_sizes([1, 0], [2, 2], (1, 2, 0, 5)),
+            Partition.of_sizes([1, 0], [2, 2], (1, 2, 0, 5)),
             "f32[8, 2] 0: S(0)<1>[1,2,0,5], 1: S(0)<0>",
         ),
-        (MeshShape((2,)), [Shard(0)], Cut.traced([0], [2], 8, 7, 3), "f32[8, 2] 0: S(0)[?]"),
+        (MeshShape((2,)), [Shard(0)], Partition.traced([0], [2], 8, 7, 3), "f32[8, 2] 0: S(0)[?]"),
     ],
 )
-def test_describe(mesh: MeshShape, placements: list[Placement], cut: Cut | None, text: str) -> None:
-    layout = Layout.of(mesh, placements, (8, 2), torch.float32, [cut, None])
+def test_describe(mesh: MeshShape, placements: list[Placement], partition: Partition | None, text: str) -> None:
+    layout = Layout.of(mesh, placements, (8, 2), torch.float32, [partition, None])
     assert layout.describe() == text
     assert repr(layout) == f"Layout({text})"
 
@@ -631,12 +651,12 @@ def test_describe_placements_and_dtypes() -> None:
 
 
 def test_sizes_must_fit_the_mesh() -> None:
-    with pytest.raises(LayoutError, match=r"mesh dims \(0, 1\) of extents \(2, 2\) needs 4 block sizes, got 3"):
-        Cut.of_sizes([0, 1], [2, 2], (1, 2, 3))
-    with pytest.raises(LayoutError, match=r"needs 2 block sizes, got 0: \(\)"):
-        Cut.of_sizes([0], [2], ())
+    with pytest.raises(LayoutError, match=r"mesh dims \(0, 1\) of sizes \(2, 2\) needs 4 shard sizes, got 3"):
+        Partition.of_sizes([0, 1], [2, 2], (1, 2, 3))
+    with pytest.raises(LayoutError, match=r"needs 2 shard sizes, got 0: \(\)"):
+        Partition.of_sizes([0], [2], ())
     with pytest.raises(LayoutError, match=r"must not be negative, got \(3, -1\)"):
-        Cut.of_sizes([0], [2], (3, -1))
+        Partition.of_sizes([0], [2], (3, -1))
 
 
 @pytest.mark.parametrize(

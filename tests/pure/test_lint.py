@@ -34,11 +34,11 @@ def test_import_contracts_hold():
 @pytest.mark.parametrize(
     "importer, imported, contract",
     [
-        ("errors", "layout", "Dependencies point down"),
+        ("errors", "sharding", "Dependencies point down"),
         ("redistribute", "ops", "Dependencies point down"),
         ("ops/pointwise/rule", "redistribute", "Rules know layouts, no tensors"),
         ("dispatch", "passes", "Only the entry points import the passes"),
-        ("passes", "plan", "The passes do not know the plans"),
+        ("passes", "planning", "The passes do not know the plans"),
         ("demo", "passes", "The demo does not import the passes"),
     ],
 )

@@ -26,7 +26,7 @@ Write = Callable[[Builder, Node, Node], list[Node]]
 
 
 class Softmax(Builder):
-    """Writes softmaxes along the first dim, which is cut, as the library's decompositions do."""
+    """Writes softmaxes along the first dim, which is sharded, as the library's decompositions do."""
 
     def largest(self, x: Node, plain: bool = False) -> Node:
         """The maximum over ranks; as integers that heed NaN, or as others reduce it."""
@@ -67,23 +67,23 @@ class Softmax(Builder):
         return self.call(aten.view.default, self.summed_up(own), list(own.meta["val"].shape))
 
 
-def graphs(write: Write, blocks: Sequence[Sequence[Tensor]]) -> list[Graph]:
-    """One graph for each rank, of which each has blocks of its own size."""
+def graphs(write: Write, shards: Sequence[Sequence[Tensor]]) -> list[Graph]:
+    """One graph for each rank, of which each has shards of its own size."""
     found = []
-    for inputs in blocks:
+    for inputs in shards:
         b = Softmax()
         found.append(b.output(*write(b, *(b.input(*x.shape) for x in inputs))))
     return found
 
 
-def merged(write: Write, blocks: Sequence[Sequence[Tensor]], left: int) -> list[Any]:
+def merged(write: Write, shards: Sequence[Sequence[Tensor]], left: int) -> list[Any]:
     """What the merged graphs give on every rank, of which each has so many collectives left."""
     with lockstep.world_of(RANKS) as world:
-        changed = graphs(write, blocks)
+        changed = graphs(write, shards)
         lockstep.apply(world, MergeReductions(model()), changed)
         assert {tuple(lockstep.signatures(g)) for g in changed} == {tuple(lockstep.signatures(changed[0]))}
         assert len(collectives(changed[0])) == left
-        return lockstep.play(world, changed, blocks)
+        return lockstep.play(world, changed, shards)
 
 
 def model() -> CostModel:
@@ -100,7 +100,7 @@ def drawn(rows: int = 9) -> tuple[Tensor, Tensor]:
     return 30 * x, v
 
 
-CUTS = [[4, 0, 5], [1, 8, 0], [3, 3, 3], [0, 0, 9]]
+PARTITIONS = [[4, 0, 5], [1, 8, 0], [3, 3, 3], [0, 0, 9]]
 
 
 def pooled(b: Any, x: Node, v: Node) -> list[Node]:
@@ -108,7 +108,7 @@ def pooled(b: Any, x: Node, v: Node) -> list[Node]:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_a_softmax_and_what_it_weighs_are_one_gather(sizes: list[int], plain: bool) -> None:
     x, v = drawn()
 
@@ -124,13 +124,13 @@ def test_a_softmax_and_what_it_weighs_are_one_gather(sizes: list[int], plain: bo
 
 def test_the_twin_without_the_pass_has_three() -> None:
     x, v = drawn()
-    assert len(collectives(graphs(pooled, divided(x, v, CUTS[0]))[0])) == 3
+    assert len(collectives(graphs(pooled, divided(x, v, PARTITIONS[0]))[0])) == 3
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_rows_of_infinity_and_nan_are_what_plain_pytorch_gives(sizes: list[int]) -> None:
     x, v = drawn()
-    x[:4] = -math.inf  # with the first cut all that rank 0 has
+    x[:4] = -math.inf  # with the first partition all that rank 0 has
     x[:, 1] = -math.inf
     x[6, 2] = math.nan
     x[7, 3] = math.inf
@@ -148,7 +148,7 @@ def test_a_rank_without_finite_rows_does_not_spoil_large_negative_ones() -> None
         close(y[0], x.softmax(0).T @ v)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_logsumexp(sizes: list[int]) -> None:
     x, v = drawn()
     x[:, 1], x[2, 2], x[3, 3] = -math.inf, math.inf, math.nan
@@ -166,14 +166,14 @@ def test_logsumexp(sizes: list[int]) -> None:
 
 def test_a_large_payload_keeps_the_maximum_and_shares_the_sums() -> None:
     x, v = torch.randn(6, 512, dtype=torch.float64), torch.randn(6, 4096, dtype=torch.float64)
-    blocks = divided(x, v, [2, 1, 3])
+    shards = divided(x, v, [2, 1, 3])
     with lockstep.world_of(RANKS) as world:
-        changed = graphs(pooled, blocks)
+        changed = graphs(pooled, shards)
         lockstep.apply(world, MergeReductions(CostModel(H100, group_sizes={"g": 1024})), changed)
         found = collectives(changed[0])
         assert [c.kind for c in found] == ["all_reduce"] * 3
         assert found[1].node not in ancestors(found[2].node)  # so that they can share a bucket
-        for y in lockstep.play(world, changed, blocks):
+        for y in lockstep.play(world, changed, shards):
             close(y[0], x.softmax(0).T @ v)
 
 
@@ -186,7 +186,7 @@ def test_an_equal_reduction_in_another_order_of_dims_is_not_repeated() -> None:
         turned = b.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return [b.summed_up(own), b.summed_up(turned)]
 
-    for out, turned in merged(write, divided(x, v, CUTS[0]), 1):
+    for out, turned in merged(write, divided(x, v, PARTITIONS[0]), 1):
         close(out.view(4, 5), x.T @ v)
         close(turned.view(5, 4), v.T @ x)
 
@@ -199,7 +199,7 @@ def test_what_is_not_a_factor_stays() -> None:
         total = b.total(b.call(aten.exp.default, x))
         return [b.product(b.call(aten.add.Tensor, x, total), v)]
 
-    for y in merged(write, divided(x, v, CUTS[0]), 2):
+    for y in merged(write, divided(x, v, PARTITIONS[0]), 2):
         close(y[0], (x + x.exp().sum(0)).T @ v)
 
 
@@ -233,7 +233,7 @@ ROWS = 9
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_mean_and_variance_are_one_gather(sizes: list[int], offset: float) -> None:
     x, v = drawn(ROWS)
     x = x + offset
@@ -244,7 +244,7 @@ def test_mean_and_variance_are_one_gather(sizes: list[int], offset: float) -> No
         )  # by two passes: with the offset `var` is not exact
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_moments_of_infinity_and_nan_are_what_plain_pytorch_gives(sizes: list[int]) -> None:
     x, v = drawn(ROWS)
     x[6, 2], x[7, 3], x[:, 1] = math.nan, math.inf, -math.inf
@@ -262,7 +262,7 @@ def test_squares_of_what_is_left_of_another_tensor_stay() -> None:
         left = b.call(aten.sub.Tensor, x, mean)
         return [b.summed_up(b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, left, left), [0]))]
 
-    for out in merged(write, divided(x, v, CUTS[0]), 2):
+    for out in merged(write, divided(x, v, PARTITIONS[0]), 2):
         close(out[0], (x - v.mean(0)).square().sum(0))
 
 
@@ -285,7 +285,7 @@ def backward_of_pooling(left: bool) -> Write:
 
 
 @pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_the_backward_pass_of_pooling_needs_no_sum_of_its_own(sizes: list[int], left: bool) -> None:
     x, v = drawn()
     p = x.softmax(0)
@@ -303,8 +303,8 @@ def test_a_product_with_what_ranks_do_not_share_is_summed() -> None:
         wanted = b.call(aten.mm.default, v, b.call(aten.permute.default, own, [1, 0]))
         return [b.total(b.call(aten.mul.Tensor, wanted, x))]
 
-    expected = sum((a * (w @ (a.T @ w).T)).sum(0) for a, w in divided(x, v, CUTS[0]))
-    for out in merged(write, divided(x, v, CUTS[0]), 2):
+    expected = sum((a * (w @ (a.T @ w).T)).sum(0) for a, w in divided(x, v, PARTITIONS[0]))
+    for out in merged(write, divided(x, v, PARTITIONS[0]), 2):
         close(out[0][0], expected)
 
 
@@ -316,7 +316,7 @@ def test_equal_sums_in_another_shape_are_reduced_once() -> None:
         flat = b.call(aten.sum.dim_IntList, x, [0])
         return [b.summed_up(b.call(aten.div.Tensor, s, ROWS)) for s in (kept, flat)]
 
-    for kept, flat in merged(write, divided(x, v, CUTS[0]), 1):
+    for kept, flat in merged(write, divided(x, v, PARTITIONS[0]), 1):
         close(kept, x.mean(0))
         close(flat, x.mean(0))
 
@@ -328,9 +328,9 @@ def test_a_write_behind_the_reductions_does_not_matter() -> None:
         y = b.product(b.softmax(x), v)
         return [y, b.call(aten.copy_.default, v, b.call(aten.mul.Tensor, v, 0.5))]
 
-    for y, after in merged(write, divided(x, v.clone(), CUTS[0]), 1):
+    for y, after in merged(write, divided(x, v.clone(), PARTITIONS[0]), 1):
         close(y, x.softmax(0).T @ v)
-        assert len(after) in CUTS[0]
+        assert len(after) in PARTITIONS[0]
 
 
 def test_a_write_before_a_reduction_or_to_its_result_leaves_it() -> None:
@@ -345,9 +345,9 @@ def test_a_write_before_a_reduction_or_to_its_result_leaves_it() -> None:
         first, second = b.total(x), b.total(x)
         return [b.call(aten.mul_.Tensor, first, 2.0), second]
 
-    for (y,) in merged(before, divided(x, v.clone(), CUTS[0]), 2):  # the softmax itself comes before
+    for (y,) in merged(before, divided(x, v.clone(), PARTITIONS[0]), 2):  # the softmax itself comes before
         close(y, x.softmax(0).T @ (v / 2))
-    for first, second in merged(after, divided(x, v, CUTS[0]), 2):
+    for first, second in merged(after, divided(x, v, PARTITIONS[0]), 2):
         close(first, 2 * second)
 
 

@@ -1,4 +1,4 @@
-"""Chains for uneven blocks, as DTensor emits them and as they are written by hand, of all ranks side by side."""
+"""Chains for uneven shards, as DTensor emits them and as they are written by hand, of all ranks side by side."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ aten = torch.ops.aten
 PAD, SLICE, CAT = aten.constant_pad_nd.default, aten.slice.Tensor, aten.cat.default
 
 REST = {1: (), 2: (3,), 3: (2, 3)}
-"""Extents of the dims that are not cut, by the number of dims."""
+"""Sizes of the dims that are not sharded, by the number of dims."""
 
-CUTS = [(3, 0, 5), (3, 3, 1), (2, 2, 0), (1, 4, 2), (5, 1), (0, 2, 2, 1)]
+PARTITIONS = [(3, 0, 5), (3, 3, 1), (2, 2, 0), (1, 4, 2), (5, 1), (0, 2, 2, 1)]
 
 
-def with_dim(rest: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
-    return (*rest[:dim], extent, *rest[dim:])
+def with_dim(rest: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*rest[:dim], size, *rest[dim:])
 
 
 def padding(ndim: int, dim: int, by: int) -> list[int]:
@@ -54,10 +54,10 @@ def by_rolling(b: Builder, x: Node, dim: int, by: int) -> Node:
     return b.call(aten.roll.default, by_pad(b, x, dim, by), [0], [dim])
 
 
-# How the blocks are taken out of what was gathered.
+# How the shards are taken out of what was gathered.
 
 
-def stacked_blocks(b: Builder, gathered: Node, dim: int, world: int) -> Node:
+def stacked_shards(b: Builder, gathered: Node, dim: int, world: int) -> Node:
     """As torch does for a gather along another dim than the first."""
     if not dim:
         return gathered
@@ -67,7 +67,7 @@ def stacked_blocks(b: Builder, gathered: Node, dim: int, world: int) -> Node:
 
 
 def by_slices(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
-    whole, largest = stacked_blocks(b, gathered, dim, len(sizes)), max(sizes)
+    whole, largest = stacked_shards(b, gathered, dim, len(sizes)), max(sizes)
     kept = [b.call(SLICE, whole, dim, r * largest, r * largest + n) for r, n in enumerate(sizes) if n]
     return b.call(CAT, kept, dim) if len(kept) > 1 else kept[0]
 
@@ -75,29 +75,29 @@ def by_slices(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Nod
 def by_split(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
     rows = gathered.meta["val"].shape[0] // len(sizes)
     parts = b.call(aten.split.Tensor, gathered, rows)
-    blocks = [b.call(operator.getitem, parts, r) for r in range(len(sizes))]
-    return b.call(CAT, [b.call(SLICE, x, dim, 0, n) for x, n in zip(blocks, sizes, strict=True)], dim)
+    shards = [b.call(operator.getitem, parts, r) for r in range(len(sizes))]
+    return b.call(CAT, [b.call(SLICE, x, dim, 0, n) for x, n in zip(shards, sizes, strict=True)], dim)
 
 
 def by_view(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
     shape = gathered.meta["val"].shape
-    blocks = b.call(aten.view.default, gathered, [len(sizes), shape[0] // len(sizes), *shape[1:]])
-    parts = [b.call(aten.select.int, blocks, 0, r) for r in range(len(sizes))]
+    shards = b.call(aten.view.default, gathered, [len(sizes), shape[0] // len(sizes), *shape[1:]])
+    parts = [b.call(aten.select.int, shards, 0, r) for r in range(len(sizes))]
     parts = [b.call(PAD, p, padding(len(shape), dim, n - max(sizes))) for p, n in zip(parts, sizes, strict=True)]
     return b.call(CAT, parts, dim)
 
 
 def by_split_sizes(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
-    whole, largest = stacked_blocks(b, gathered, dim, len(sizes)), max(sizes)
+    whole, largest = stacked_shards(b, gathered, dim, len(sizes)), max(sizes)
     both = [n for size in sizes for n in (size, largest - size)]
     parts = b.call(aten.split_with_sizes.default, whole, both, dim)
-    blocks = [b.call(operator.getitem, parts, 2 * r) for r in range(len(sizes))]
-    return b.call(aten.clone.default, b.call(CAT, blocks, dim))
+    shards = [b.call(operator.getitem, parts, 2 * r) for r in range(len(sizes))]
+    return b.call(aten.clone.default, b.call(CAT, shards, dim))
 
 
 def by_tail(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
     """As DTensor does, whose padding is all at the end."""
-    return b.call(SLICE, stacked_blocks(b, gathered, dim, len(sizes)), dim, 0, sum(sizes))
+    return b.call(SLICE, stacked_shards(b, gathered, dim, len(sizes)), dim, 0, sum(sizes))
 
 
 TAKE = [by_slices, by_split, by_view, by_split_sizes]
@@ -121,7 +121,7 @@ def gather(
     return graphs
 
 
-def blocks_of(sizes: Sequence[int], dim: int, rest: Sequence[int]) -> list[list[Tensor]]:
+def shards_of(sizes: Sequence[int], dim: int, rest: Sequence[int]) -> list[list[Tensor]]:
     whole = torch.randn(with_dim(rest, dim, sum(sizes)), dtype=torch.float64)
     return [[x] for x in whole.split(list(sizes), dim)]
 
@@ -138,12 +138,12 @@ def check(world: World, graphs: list[Graph], inputs: list[Any], **options: Any) 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("take", TAKE)
-@pytest.mark.parametrize("sizes", CUTS)
-def test_a_padded_gather_becomes_one_of_blocks(sizes: tuple[int, ...], take: Callable[..., Node], ndim: int) -> None:
+@pytest.mark.parametrize("sizes", PARTITIONS)
+def test_a_padded_gather_becomes_one_of_shards(sizes: tuple[int, ...], take: Callable[..., Node], ndim: int) -> None:
     for dim in range(ndim):
         with world_of(len(sizes)) as world:
             graphs = gather(world, sizes, dim, REST[ndim], by_pad, take)
-            after = check(world, graphs, blocks_of(sizes, dim, REST[ndim]))
+            after = check(world, graphs, shards_of(sizes, dim, REST[ndim]))
             assert [a.split()[0] for a in after[0]] == ["all_gather_v"]
             assert str(tuple(sizes)) in after[0][0]
             assert all(not {PAD, SLICE, CAT} & set(targets(g)) for g in graphs)
@@ -154,25 +154,25 @@ def test_a_padded_gather_becomes_one_of_blocks(sizes: tuple[int, ...], take: Cal
 def test_padding_that_is_all_at_the_end(sizes: tuple[int, ...], dim: int) -> None:
     with world_of(len(sizes)) as world:
         graphs = gather(world, sizes, dim, (2, 3), by_pad, by_tail)
-        assert "all_gather_v" in check(world, graphs, blocks_of(sizes, dim, (2, 3)))[0][0]
+        assert "all_gather_v" in check(world, graphs, shards_of(sizes, dim, (2, 3)))[0][0]
 
 
 @pytest.mark.parametrize("pad", [by_cat, by_rolling, lambda *a: by_pad(*a, value=7.0)])
 def test_how_the_padding_was_made_does_not_matter(pad: Callable[..., Node]) -> None:
     with world_of(3) as world:
         graphs = gather(world, (3, 0, 5), 1, (2, 2), pad, by_slices)
-        assert "all_gather_v" in check(world, graphs, blocks_of((3, 0, 5), 1, (2, 2)))[0][0]
+        assert "all_gather_v" in check(world, graphs, shards_of((3, 0, 5), 1, (2, 2)))[0][0]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_cut(data: st.DataObject) -> None:
+def test_any_partition(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=6).filter(lambda s: max(s) > 0))
     rest = data.draw(st.sampled_from(list(REST.values())))
     dim = data.draw(st.integers(0, len(rest)))
     pad, take = data.draw(st.sampled_from([by_pad, by_cat])), data.draw(st.sampled_from(TAKE))
     with world_of(len(sizes)) as world:
-        after = check(world, gather(world, sizes, dim, rest, pad, take), blocks_of(sizes, dim, rest))
+        after = check(world, gather(world, sizes, dim, rest, pad, take), shards_of(sizes, dim, rest))
         uneven = len(set(sizes)) > 1 and sum(n > 0 for n in sizes) > 1
         assert ("all_gather_v" in after[0][0]) == uneven
 
@@ -210,7 +210,7 @@ def reads_every_second(b: Builder, g: Node, rank: int) -> list[Node]:
     return [b.call(SLICE, g, 0, 0, 6, 2)]
 
 
-def reads_two_cuts(b: Builder, g: Node, rank: int) -> list[Node]:
+def reads_two_partitions(b: Builder, g: Node, rank: int) -> list[Node]:
     return [by_slices(b, g, 0, (3, 1)), by_slices(b, g, 0, (1, 3))]
 
 
@@ -222,7 +222,16 @@ def writes(b: Builder, g: Node, rank: int) -> list[Node]:
 
 @pytest.mark.parametrize(
     "read",
-    [reads_padding, reads_all, reads_own, reads_backwards, reads_ends, reads_every_second, reads_two_cuts, writes],
+    [
+        reads_padding,
+        reads_all,
+        reads_own,
+        reads_backwards,
+        reads_ends,
+        reads_every_second,
+        reads_two_partitions,
+        writes,
+    ],
 )
 def test_gathers_that_are_left_alone(read: Reader) -> None:
     with world_of(2) as world:
@@ -235,7 +244,7 @@ def test_gathers_that_are_left_alone(read: Reader) -> None:
             assert str(graph) == before
 
 
-def test_a_part_of_the_blocks_may_be_read_of_them() -> None:
+def test_a_part_of_the_shards_may_be_read_of_them() -> None:
     with world_of(2) as world:
         graphs = []
         for rank in world.each():
@@ -258,7 +267,7 @@ def test_symbolic_sizes_are_left_alone() -> None:
         assert str(graph) == before
 
 
-def test_a_block_that_changes_after_it_was_padded() -> None:
+def test_a_shard_that_changes_after_it_was_padded() -> None:
     with world_of(2) as world:
         graphs = []
         for rank in world.each():
@@ -268,7 +277,7 @@ def test_a_block_that_changes_after_it_was_padded() -> None:
             if rank:
                 b.call(aten.mul_.Tensor, x, 5.0)
             graphs.append(b.output(by_slices(b, b.done(ALL_GATHER, padded, 2, "g"), 0, (3, 1))))
-        after = check(world, graphs, blocks_of((3, 1), 0, (2,)))
+        after = check(world, graphs, shards_of((3, 1), 0, (2,)))
         assert "all_gather_v" in after[0][0]
         assert PAD in targets(graphs[1])
 
@@ -295,7 +304,7 @@ def test_chains_on_which_the_ranks_do_not_agree() -> None:
         before = str(graphs[0])
         apply(world, NormaliseChains(agree=none), graphs)
         assert str(graphs[0]) == before
-    assert seen == ["0: all_gather of group g along dim 0 as blocks of (3, 1)"] * 2
+    assert seen == ["0: all_gather of group g along dim 0 as shards of (3, 1)"] * 2
 
 
 def test_chains_that_follow_one_another() -> None:
@@ -308,7 +317,7 @@ def test_chains_that_follow_one_another() -> None:
                 whole = by_slices(b, b.done(ALL_GATHER, by_pad(b, x, 0, 3 - sizes[rank]), 3, "g"), 0, sizes)
                 x = scattered(b, whole, 0, sizes, rank)
             graphs.append(b.output(x))
-        after = check(world, graphs, blocks_of((3, 0, 2), 0, (2,)))
+        after = check(world, graphs, shards_of((3, 0, 2), 0, (2,)))
         assert [a.split()[0] for a in after[0]] == ["all_gather_v", "reduce_scatter_v"] * 3
         assert all(PAD not in targets(g) for g in graphs)
 
@@ -316,18 +325,18 @@ def test_chains_that_follow_one_another() -> None:
 # Exchanges.
 
 EXCHANGED = [((3, 3, 1), (2, 2, 1)), ((3, 0, 5), (2, 2, 0)), ((2, 2, 2), (1, 1, 1)), ((1, 4), (3, 3)), ((2, 2), (1, 0))]
-"""Blocks before and after, these as of `torch.chunk`."""
+"""Shards before and after, these as of `torch.chunk`."""
 
 
 def own_chunk(b: Builder, padded: Node, dim: int, to_dim: int, world: World) -> Node:
     """As DTensor does with gloo."""
-    g = stacked_blocks(b, b.done(ALL_GATHER, padded, world.ranks, "g"), dim, world.ranks)
+    g = stacked_shards(b, b.done(ALL_GATHER, padded, world.ranks, "g"), dim, world.ranks)
     parts = b.call(aten.split.Tensor, g, g.meta["val"].shape[to_dim] // world.ranks, to_dim)
     return b.call(aten.clone.default, b.call(operator.getitem, parts, world.here))
 
 
 def own_narrowed(b: Builder, padded: Node, dim: int, to_dim: int, world: World) -> Node:
-    g = stacked_blocks(b, b.done(ALL_GATHER, padded, world.ranks, "g"), dim, world.ranks)
+    g = stacked_shards(b, b.done(ALL_GATHER, padded, world.ranks, "g"), dim, world.ranks)
     width = g.meta["val"].shape[to_dim] // world.ranks
     return b.call(SLICE, g, to_dim, world.here * width, (world.here + 1) * width)
 
@@ -356,8 +365,8 @@ def exchange(
         own = take(b, padded, dim, to_dim, world)
         if len(set(sizes)) > 1:
             starts = [r * max(sizes) for r in range(len(sizes))]
-            blocks = [b.call(SLICE, own, dim, at, at + n) for at, n in zip(starts, sizes, strict=True) if n]
-            own = b.call(CAT, blocks, dim)
+            shards = [b.call(SLICE, own, dim, at, at + n) for at, n in zip(starts, sizes, strict=True) if n]
+            own = b.call(CAT, shards, dim)
         if to_sizes[rank] < max(to_sizes):
             own = b.call(SLICE, own, to_dim, 0, to_sizes[rank])
         graphs.append(b.output(b.call(aten.mul.Tensor, own, 2.0)))
@@ -375,7 +384,7 @@ def test_an_exchange_moves_what_changes_its_place(
             rest = [2, 2, 2]
             rest[to_dim] = sum(to_sizes)
             del rest[dim]
-            after = check(world, graphs, blocks_of(sizes, dim, rest), agree=list)
+            after = check(world, graphs, shards_of(sizes, dim, rest), agree=list)
             assert [a.split()[0] for a in after[0]] == ["all_to_all_v"]
             assert all(not {PAD, SLICE, CAT, EXCHANGE} & set(targets(g)) for g in graphs)
             for graph in graphs:
@@ -403,15 +412,15 @@ def test_padding_that_is_not_zeros_is_exchanged() -> None:
             padded = by_pad(b, by_pad(b, b.input((2, 1)[rank], 3), 0, rank), 1, 1, value=7.0)
             own = own_narrowed(b, padded, 0, 1, world)
             graphs.append(b.output(b.call(SLICE, own, 0, 0, 3)))
-        after = check(world, graphs, blocks_of((2, 1), 0, (3,)), agree=list)
+        after = check(world, graphs, shards_of((2, 1), 0, (3,)), agree=list)
         assert "all_to_all_v g torch.float64 (2, 1)" in after[0][0]
         (node,) = graphs[0].find_nodes(op="call_function", target=torch.ops.shardcompile.all_to_all_v.default)
         assert node.args[8] == [2, 2]
 
 
 @pytest.mark.parametrize("value", [0.0, 7.0])
-def test_padding_of_blocks_is_never_exchanged(value: float) -> None:
-    """Whatever it is, and though the rank of the largest block has none."""
+def test_padding_of_shards_is_never_exchanged(value: float) -> None:
+    """Whatever it is, and though the rank of the largest shard has none."""
     with world_of(2) as world:
         graphs = []
         for rank in world.each():
@@ -419,7 +428,7 @@ def test_padding_of_blocks_is_never_exchanged(value: float) -> None:
             padded = by_pad(b, by_pad(b, b.input((2, 1)[rank], 3), 1, 1), 0, rank, value)
             own = b.call(SLICE, by_exchange(b, padded, 0, 1, world), 0, 0, 3)
             graphs.append(b.output(b.call(SLICE, own, 1, 0, (2, 1)[rank])))
-        after = check(world, graphs, blocks_of((2, 1), 0, (3,)))
+        after = check(world, graphs, shards_of((2, 1), 0, (3,)))
         assert "all_to_all_v g torch.float64 (2, 1)" in after[0][0]
         for graph in graphs:
             (node,) = graph.find_nodes(op="call_function", target=torch.ops.shardcompile.all_to_all_v.default)
@@ -459,10 +468,10 @@ def test_one_rank_s_turn_says_nothing_of_the_others() -> None:
         graphs = program(world)
         apply(world, NormaliseChains(agree=lambda lines: offered.append(list(lines)) or []), graphs)
         assert [len(one) for one in offered] == [2, 1]
-        after = check(world, graphs, blocks_of((3, 1), 0, (2,)), agree=of_both)
+        after = check(world, graphs, shards_of((3, 1), 0, (2,)), agree=of_both)
         assert "all_gather_v g torch.float64 (3, 1)" in after[0][0]
         # Nobody to ask: what a rank alone believes is not done.
-        assert "all_gather_v" in check(world, program(world), blocks_of((3, 1), 0, (2,)))[0][0]
+        assert "all_gather_v" in check(world, program(world), shards_of((3, 1), 0, (2,)))[0][0]
 
 
 # Scatters.
@@ -520,8 +529,8 @@ def terms_of(sizes: Sequence[int], dim: int, rest: Sequence[int]) -> list[list[T
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize("sizes", CUTS)
-def test_a_padded_scatter_becomes_one_of_blocks(sizes: tuple[int, ...], ndim: int) -> None:
+@pytest.mark.parametrize("sizes", PARTITIONS)
+def test_a_padded_scatter_becomes_one_of_shards(sizes: tuple[int, ...], ndim: int) -> None:
     for dim in range(ndim):
         with world_of(len(sizes)) as world:
             graphs = scatter(world, sizes, dim, REST[ndim])
@@ -531,7 +540,7 @@ def test_a_padded_scatter_becomes_one_of_blocks(sizes: tuple[int, ...], ndim: in
             assert all(not {PAD, SLICE, CAT} & set(targets(g)) for g in graphs)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("sizes", PARTITIONS)
 def test_the_gradient_of_a_gather_with_slices(sizes: tuple[int, ...]) -> None:
     with world_of(len(sizes)) as world:
         graphs = scatter(world, sizes, 0, (2,), pad=added_parts)

@@ -69,7 +69,7 @@ def test_wheel_from_sdist_holds_every_module_once(checkout: Path, wheel: Path):
 def test_wheel_from_sdist_holds_the_files_that_are_no_modules(checkout: Path, wheel: Path):
     files = [path for path in (checkout / "shardcompile").rglob("*") if path.is_file() and path.suffix != ".py"]
     expected = [path.relative_to(checkout).as_posix() for path in files]
-    assert "shardcompile/reports/page.js" in expected
+    assert "shardcompile/inspect/page.js" in expected
     assert set(expected) <= set(ZipFile(wheel).namelist())
 
 

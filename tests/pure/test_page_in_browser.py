@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from written_report import report
 
-from shardcompile.reports import Compilation, GraphReport, Report
+from shardcompile.inspect import Compilation, GraphReport, Report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (on Debian: apt install chromium)")
@@ -133,7 +133,7 @@ class Page:
         assert self.js(f"document.querySelector('a[href=\"#g{graph}\"]').getAttribute('aria-current')") == "true"
 
     def hover(self, selector: str) -> None:
-        self.js(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
+        self.js(f"document.querySelector({selector!r}).scrollIntoView({{shard: 'center'}})")
         self.js(FRAME)
         x, y = self.js(
             f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect(); "
@@ -265,7 +265,7 @@ def test_keys_go_from_bar_to_bar_and_to_the_text(page: Page) -> None:
 
 def test_zooming_and_moving(page: Page) -> None:
     left = "[...document.querySelectorAll('.timeline rect.bar')].map((r) => [r.x.baseVal.value, r.width.baseVal.value])"
-    page.js("document.querySelector('.timeline').scrollIntoView({block: 'center'})")
+    page.js("document.querySelector('.timeline').scrollIntoView({shard: 'center'})")
     page.js("document.querySelector('button[title=\"Show all\"]').click()")
     page.js(FRAME)
     before = page.js(left)

@@ -150,7 +150,7 @@ def _gathered_as_bytes(calls: list[Any]) -> list[Tensor]:
     """What each rank gets of a bucket of gathers: the members one after the other, of whatever dtypes, as one dtype."""
     inputs = [call.inputs for call in calls]
     dtype = bucket_dtype([x.dtype for x in inputs[0]])
-    return [torch.cat([torch.cat(blocks).view(-1).view(dtype) for blocks in zip(*inputs, strict=True)])] * len(calls)
+    return [torch.cat([torch.cat(shards).view(-1).view(dtype) for shards in zip(*inputs, strict=True)])] * len(calls)
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.permutations([torch.float32, torch.float64, torch.bool])), ids=str)
@@ -227,7 +227,7 @@ def test_symbolic_sizes_are_handed_to_the_split() -> None:
     x.meta["val"] = b.mode.from_tensor(torch.empty(7), static_shapes=False)
     graph = bucketed(b.output(b.reduced(x), b.reduced(b.call(aten.neg.default, x))))
     assert reductions(graph) == 1
-    values = torch.arange(5.0)  # another extent than the one at hand when the graph was made
+    values = torch.arange(5.0)  # another size than the one at hand when the graph was made
     assert [v.shape for v in run(graph, values)] == [(5,), (5,)]
     assert any(n.target is operator.getitem for n in graph.nodes)
 

@@ -1,4 +1,4 @@
-"""The demo's data: the solver converges, samples are sound, the cut loses no point."""
+"""The demo's data: the solver converges, samples are sound, the partition loses no point."""
 
 from __future__ import annotations
 

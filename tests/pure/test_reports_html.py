@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from written_report import HOSTILE, report
 
-from shardcompile.reports import Report
-from shardcompile.reports.timeline import chrome_trace, idle_times, lanes
+from shardcompile.inspect import Report
+from shardcompile.inspect.timeline import chrome_trace, idle_times, lanes
 
 ALLOWED = {"html", "head", "meta", "title", "link", "style", "body", "a", "main", "div", "noscript", "pre", "script"}
 
@@ -79,7 +79,7 @@ def test_the_script_and_the_style_end_where_they_should() -> None:
 
 
 def _part(name: str) -> str:
-    return (files("shardcompile.reports") / name).read_text("utf-8")
+    return (files("shardcompile.inspect") / name).read_text("utf-8")
 
 
 def test_lines_that_stages_share_are_in_the_page_once() -> None:

@@ -14,21 +14,20 @@ import torch
 from simulator import (
     DIVISIBLE,
     Array,
-    Blocks,
+    Shards_,
     all_layouts,
     bytes_that_change_rank,
     collect,
     compositions,
     coordinates,
     run,
-    same_cuts,
+    same_partitions,
     spread,
 )
 from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile.errors import RuleError
-from shardcompile.layout import Apart, Cut, Layout, MeshShape
 from shardcompile.ops import (
     OpCall,
     OpRecord,
@@ -50,6 +49,7 @@ from shardcompile.ops.notation import multilinear, parse_notation, split_notatio
 from shardcompile.ops.registry import overloads
 from shardcompile.ops.strategy import partial
 from shardcompile.ops.view.reshape import match_dims
+from shardcompile.sharding import Apart, Layout, MeshShape, Partition
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial("sum")
@@ -57,10 +57,10 @@ S0, S1 = Shard(0), Shard(1)
 
 
 def layout(placements: Sequence[Placement], shape: Sequence[int], *sizes: int, world: int = 2) -> Layout:
-    """On a 1-D mesh, with these block sizes or torch.chunk's."""
+    """On a 1-D mesh, with these shard sizes or torch.chunk's."""
     chunked = Layout.chunked(MeshShape((world,)), placements, shape, torch.float32)
-    cuts = [c and (Cut.of_sizes(c.mesh_dims, c.parts, sizes) if sizes else c) for c in chunked.cuts]
-    return Layout.of(chunked.mesh, placements, shape, torch.float32, cuts)
+    partitions = [c and (Partition.of_sizes(c.mesh_dims, c.parts, sizes) if sizes else c) for c in chunked.partitions]
+    return Layout.of(chunked.mesh, placements, shape, torch.float32, partitions)
 
 
 def call_of(op: OpOverload, *args: object) -> OpCall:
@@ -80,7 +80,7 @@ def test_notation_gives_one_strategy_for_each_axis() -> None:
         ((S1, S0), (P,)),
         ((R, S1), (S1,)),
     ]
-    assert all(s.on_cut is None for s in table)
+    assert all(s.on_partition is None for s in table)
 
 
 def test_axes_in_brackets_and_stars_stay_whole() -> None:
@@ -278,7 +278,7 @@ def test_match_dims_makes_groups_as_small_as_possible() -> None:
         for ins, outs in match_dims(src, dst):
             for k, n in itertools.product(range(1, len(ins)), range(1, len(outs))):
                 assert math.prod(src[d] for d in ins[:k]) != math.prod(dst[d] for d in outs[:n]), (src, dst)
-            if ins and outs:  # the leading dim is the one that stays cut: one of extent 1 would hide another
+            if ins and outs:  # the leading dim is the one that stays sharded: one of size 1 would hide another
                 assert src[ins[0]] > 1 and dst[outs[0]] > 1, (src, dst)
 
 
@@ -296,18 +296,18 @@ def test_match_dims_examples(src: Sequence[int], dst: Sequence[int], groups: obj
     assert match_dims(src, dst) == groups
 
 
-def _check_joined_blocks(value: np.ndarray, source: Layout, out: Layout) -> int:
-    """With the dims apart that were flattened, the blocks are those of neighbouring rows."""
+def _check_joined_shards(value: np.ndarray, source: Layout, out: Layout) -> int:
+    """With the dims apart that were flattened, the shards are those of neighbouring rows."""
     apart = Apart.of(out)
     seen = apart.layout(out)
     for c in coordinates(seen):
-        block = value[source.block_slices(c)].reshape(apart.shape(out.local_shape(c)))
-        assert (block == value.reshape(seen.shape)[seen.block_slices(c)]).all(), (source, out)
+        shard = value[source.shard_slices(c)].reshape(apart.shape(out.local_shape(c)))
+        assert (shard == value.reshape(seen.shape)[seen.shard_slices(c)]).all(), (source, out)
     return 1
 
 
-def test_the_view_rule_views_blocks() -> None:
-    """For every cut of the dim that a strategy cuts, viewed blocks are the blocks of the view."""
+def test_the_view_rule_views_shards() -> None:
+    """For every partition of the dim that a strategy partitions, viewed shards are the shards of the view."""
     rule = find_rule(aten.view.default)
     assert rule is not None
     checked, refused, joined = 0, 0, 0
@@ -319,21 +319,21 @@ def test_the_view_rule_views_blocks() -> None:
                 assert before == after  # a pending reduction passes
                 continue
             for sizes in compositions(src[before.dim], 2):
-                cut = Cut.of_sizes([0], [2], sizes)
-                new = strategy.on_cut(cut) if strategy.on_cut else cut
+                partition = Partition.of_sizes([0], [2], sizes)
+                new = strategy.on_partition(partition) if strategy.on_partition else partition
                 if new is None:
                     refused += 1
                     continue
-                assert new.extent == dst[after.dim]
-                cuts = [new if d == after.dim else None for d in range(len(dst))]
-                out = Layout.of(MeshShape((2,)), [after], dst, torch.float32, cuts)
+                assert new.size == dst[after.dim]
+                partitions = [new if d == after.dim else None for d in range(len(dst))]
+                out = Layout.of(MeshShape((2,)), [after], dst, torch.float32, partitions)
                 if new.runs > 1:
-                    joined += _check_joined_blocks(value, layout([before], src, *sizes), out)
+                    joined += _check_joined_shards(value, layout([before], src, *sizes), out)
                     continue
                 for c in coordinates(out):
-                    block = value[layout([before], src, *sizes).block_slices(c)]
-                    viewed = block.reshape(out.local_shape(c))
-                    assert (viewed == value.reshape(dst)[out.block_slices(c)]).all(), (src, dst, sizes)
+                    shard = value[layout([before], src, *sizes).shard_slices(c)]
+                    viewed = shard.reshape(out.local_shape(c))
+                    assert (viewed == value.reshape(dst)[out.shard_slices(c)]).all(), (src, dst, sizes)
                 checked += 1
     assert checked > 1000 and refused > 100 and joined > 100
 
@@ -361,30 +361,35 @@ def test_inputs_that_fit_are_taken_as_they_are() -> None:
 
 
 def test_a_strategy_that_fits_is_taken_before_others_that_cost_nothing() -> None:
-    """Whole tensors could be cut for nothing; they stay whole, and cut ones stay cut."""
+    """Whole tensors could be sharded for nothing; they stay whole, and sharded ones stay sharded."""
     x = layout([R], (8, 4))
     assert chosen([x, x], ADD).outputs[0].placements == (R,)
-    cut = layout([S1], (8, 4), 1, 3)
-    assert chosen([cut, cut], [ALONG_0, ALONG_1]).outputs[0].layout(cut, cut.shape, cut.dtype) is cut
+    partition = layout([S1], (8, 4), 1, 3)
+    assert (
+        chosen([partition, partition], [ALONG_0, ALONG_1])
+        .outputs[0]
+        .layout(partition, partition.shape, partition.dtype)
+        is partition
+    )
     # Nothing else is looked at.
-    others = along([1], [1], lambda cut: pytest.fail("priced"))
+    others = along([1], [1], lambda partition: pytest.fail("priced"))
     assert chosen([layout([S0], (8, 4), 3, 5)], [others, along([0], [0])]).nbytes == 0
     with pytest.raises(pytest.fail.Exception, match="priced"):
         chosen([layout([S0], (8, 4), 3, 5)], [others])
-    # A cut tensor and a whole one: cutting the whole one is free, too.
-    choice = chosen([cut, x], ADD)
-    assert choice.nbytes == 0 and choice.outputs[0].layout(cut, cut.shape, cut.dtype) is cut
-    assert [s.kind for s in choice.plans[1].steps] == ["take_block"]
+    # A sharded tensor and a whole one: sharding_of the whole one is free, too.
+    choice = chosen([partition, x], ADD)
+    assert choice.nbytes == 0 and choice.outputs[0].layout(partition, partition.shape, partition.dtype) is partition
+    assert [s.kind for s in choice.plans[1].steps] == ["take_shard"]
 
 
-def test_of_two_cuts_the_cheaper_one_is_taken_over() -> None:
+def test_of_two_partitions_the_cheaper_one_is_taken_over() -> None:
     """Cheaper by what has to move: the narrow input goes to the partition of the wide one, in either order."""
     table = [along([0, 0], [0])]
     for sizes, others in itertools.product(compositions(5, 3), repeat=2):
         wide, narrow = layout([S0], (5, 3), *sizes, world=3), layout([S0], (5, 1), *others, world=3)
         for pair in ((wide, narrow), (narrow, wide)):
             choice = chosen(pair, table)
-            assert choice.outputs[0].cuts[0].sizes == sizes
+            assert choice.outputs[0].partitions[0].sizes == sizes
             assert choice.nbytes == bytes_that_change_rank(narrow, layout([S0], (5, 1), *sizes, world=3))
 
 
@@ -394,14 +399,14 @@ def test_of_three_partitions_the_one_with_least_to_move_is_taken_over() -> None:
     all_sizes = compositions(6, 3)
     seen = set()
     for _ in range(200):
-        cuts = [rng.choice(all_sizes) for _ in range(3)]
+        partitions = [rng.choice(all_sizes) for _ in range(3)]
         widths = [rng.randint(1, 4) for _ in range(3)]
-        inputs = [layout([S0], (6, w), *s, world=3) for w, s in zip(widths, cuts, strict=True)]
-        costs = [sum(w for w, other in zip(widths, cuts, strict=True) if other != s) for s in cuts]
+        inputs = [layout([S0], (6, w), *s, world=3) for w, s in zip(widths, partitions, strict=True)]
+        costs = [sum(w for w, other in zip(widths, partitions, strict=True) if other != s) for s in partitions]
         taken = costs.index(min(costs))
         choice = chosen(inputs, [along([0, 0, 0], [0])])
-        target = [layout([S0], (6, w), *cuts[taken], world=3) for w in widths]
-        assert choice.outputs[0].cuts[0].sizes == cuts[taken]
+        target = [layout([S0], (6, w), *partitions[taken], world=3) for w in widths]
+        assert choice.outputs[0].partitions[0].sizes == partitions[taken]
         assert choice.nbytes == sum(map(bytes_that_change_rank, inputs, target))
         seen.add(taken)
     assert seen == {0, 1, 2}
@@ -417,17 +422,17 @@ def test_rows_stay_sharded_where_a_newly_sharded_output_would_have_to_come_back(
 
 
 def test_partial_inputs_pass_where_that_is_legal() -> None:
-    x, whole, cut = layout([P], (8, 4)), layout([R], (8, 4)), layout([S0], (8, 4), 3, 5)
+    x, whole, partition = layout([P], (8, 4)), layout([R], (8, 4)), layout([S0], (8, 4), 3, 5)
     both = chosen([x, x], ADD)
     assert both.nbytes == 0 and both.outputs[0].placements == (P,)
 
     # A sum of a term and a whole is no term: it must be reduced.
     mixed = chosen([x, whole], ADD)
     assert [s.kind for s in mixed.plans[0].steps] == ["all_reduce"] and mixed.outputs[0].placements == (R,)
-    # Beside a cut input the reduction need not go to all.
-    scattered = chosen([x, cut], ADD)
+    # Beside a sharded input the reduction need not go to all.
+    scattered = chosen([x, partition], ADD)
     assert [s.kind for s in scattered.plans[0].steps] == ["reduce_scatter_v"]
-    assert scattered.outputs[0].layout(cut, cut.shape, cut.dtype) is cut
+    assert scattered.outputs[0].layout(partition, partition.shape, partition.dtype) is partition
 
     # No rule, or another reduction: reduced.
     for placement, table in [(P, [ALONG_0]), (Partial("max"), ADD), (Partial("avg"), ADD)]:
@@ -437,7 +442,7 @@ def test_partial_inputs_pass_where_that_is_legal() -> None:
         assert choice.outputs[0].placements == (R,)
 
 
-def test_a_mesh_dim_that_cuts_nothing_stays_unused() -> None:
+def test_a_mesh_dim_that_partitions_nothing_stays_unused() -> None:
     mesh = MeshShape((2, 2))
     x = Layout.chunked(mesh, [S0, R], (8, 4), torch.float32)
     choice = chosen([x, x.replicated()], ADD)
@@ -448,20 +453,20 @@ def test_without_a_strategy_everything_is_gathered() -> None:
     x = layout([S0], (8, 4), 3, 5)
     choice = chosen([x, x], [], outputs=2)
     assert choice.nbytes == 2 * x.nbytes and [o.placements for o in choice.outputs] == [(R,), (R,)]
-    assert [o.cuts for o in choice.outputs] == [{}, {}] and choice.communicates
+    assert [o.partitions for o in choice.outputs] == [{}, {}] and choice.communicates
 
 
-def test_a_cut_that_the_output_cannot_have_is_not_taken() -> None:
+def test_a_partition_that_the_output_cannot_have_is_not_taken() -> None:
     x = layout([S0], (6, 4), 1, 5)
-    halved = along([0], [0], lambda cut: cut.unscaled(2))
+    halved = along([0], [0], lambda partition: partition.unscaled(2))
     assert chosen([x], [halved]).outputs[0].placements == (R,)
     x = layout([S0], (6, 4), 2, 4)
     choice = chosen([x], [halved])
-    assert choice.outputs[0].cuts[0].sizes == (1, 2) and choice.plans[0].steps == ()
+    assert choice.outputs[0].partitions[0].sizes == (1, 2) and choice.plans[0].steps == ()
 
 
-def test_two_strategies_may_not_cut_one_dim() -> None:
-    """Both mesh dims would cut dim 0 of the output, each by a cut of its own."""
+def test_two_strategies_may_not_partition_one_dim() -> None:
+    """Both mesh dims would sharded dim 0 of the output, each by a partition of its own."""
     mesh = MeshShape((2, 2))
     x = Layout.chunked(mesh, [S0, R], (8,), torch.float32)
     y = Layout.chunked(mesh, [R, S0], (8,), torch.float32)
@@ -470,12 +475,12 @@ def test_two_strategies_may_not_cut_one_dim() -> None:
     assert choice.outputs[0].placements.count(S0) == 1 and choice.nbytes > 0
 
 
-def test_nested_cuts_are_taken_over_in_their_order() -> None:
+def test_nested_partitions_are_taken_over_in_their_order() -> None:
     mesh = MeshShape((2, 2))
-    cut = Cut.of_sizes((1, 0), (2, 2), (1, 2, 3, 2))
-    x = Layout.of(mesh, [S0, S0], (8, 4), torch.float32, [cut, None])
+    partition = Partition.of_sizes((1, 0), (2, 2), (1, 2, 3, 2))
+    x = Layout.of(mesh, [S0, S0], (8, 4), torch.float32, [partition, None])
     choice = chosen([x.replicated(), x], ADD)
-    assert choice.nbytes == 0 and choice.outputs[0].cuts == {0: cut}
+    assert choice.nbytes == 0 and choice.outputs[0].partitions == {0: partition}
 
 
 def test_in_place_never_moves_the_first_input() -> None:
@@ -493,7 +498,7 @@ def test_in_place_never_moves_the_first_input() -> None:
             continue
         assert choice is not None and choice.plans[0].steps == ()
         result = choice.outputs[0].layout(x, x.shape, x.dtype)
-        assert result.placements == x.placements and same_cuts(result, x)
+        assert result.placements == x.placements and same_partitions(result, x)
         if not x.is_partial:
             assert choice.nbytes == bytes_that_change_rank(y, x)
 
@@ -502,7 +507,7 @@ def test_in_place_refuses_a_result_that_is_laid_out_otherwise() -> None:
     x = layout([S0], (8, 4), 3, 5)
     assert choose([x], [along([0], ["sum"])], 1, in_place=True) is None
     assert choose([x], [along([0], [1])], 1, in_place=True) is None
-    swapped = along([0], [0], lambda cut: Cut.of_sizes([0], [2], cut.sizes[::-1]))
+    swapped = along([0], [0], lambda partition: Partition.of_sizes([0], [2], partition.sizes[::-1]))
     assert choose([x], [swapped], 1, in_place=True) is None
     assert choose([x], [], 1, in_place=True) is None
 
@@ -519,15 +524,15 @@ def test_a_fitting_strategy_is_found_among_very_many() -> None:
     mesh = MeshShape((2, 2, 2))
     shape = (4,) * 8
     x = Layout.chunked(mesh, [Shard(5), Shard(6), Shard(7)], shape, torch.float32)
-    cut = Cut.of_sizes([2], [2], (1, 3))
-    y = Layout.of(mesh, x.placements, shape, torch.float32, [*x.cuts[:7], cut])
+    partition = Partition.of_sizes([2], [2], (1, 3))
+    y = Layout.of(mesh, x.placements, shape, torch.float32, [*x.partitions[:7], partition])
     table = [along([d, d], [d]) for d in range(8)]
     for in_place in (False, True):
         choice = chosen([x, y], table, in_place=in_place)
         assert choice.outputs[0].placements == x.placements
         assert [s.kind for p in choice.plans for s in p.steps] == ["fetch_ranges"]
     # Whole tensors are legal whatever the table holds.
-    never = [along([d, d], [d], lambda cut: None) for d in range(8)]
+    never = [along([d, d], [d], lambda partition: None) for d in range(8)]
     assert chosen([x, y], never).outputs[0].placements == (R, R, R)
 
 
@@ -537,17 +542,17 @@ def test_a_fitting_strategy_is_found_among_very_many() -> None:
 def check_result(
     layouts: Sequence[Layout], table: Sequence[Strategy], shape: Sequence[int], op: Callable[..., Array]
 ) -> Choice:
-    """Blocks are brought to where the choice wants them, the op runs on each rank, the outputs make up the result."""
+    """Shards are brought to where the choice wants them, the op runs on each rank, the outputs make up the result."""
     rng = np.random.default_rng(1)
     values = [rng.integers(1, 9, x.shape) * DIVISIBLE for x in layouts]
     choice = chosen(layouts, table)
-    inputs: list[Blocks] = []
+    inputs: list[Shards_] = []
     for plan, value in zip(choice.plans, values, strict=True):
-        blocks, moved = run(plan, spread(value, plan.src))
+        shards, moved = run(plan, spread(value, plan.src))
         assert sum(moved) == plan.nbytes
-        inputs.append(blocks)
+        inputs.append(shards)
     out = choice.outputs[0].layout(layouts[0], shape, layouts[0].dtype)
-    result = {c: op(*(blocks[c] for blocks in inputs)) for c in coordinates(out)}
+    result = {c: op(*(shards[c] for shards in inputs)) for c in coordinates(out)}
     assert (collect(result, out) == op(*values)).all(), f"{layouts} to {out}"
     return choice
 
@@ -580,4 +585,4 @@ def test_a_wrong_rule_gives_a_wrong_result() -> None:
         check_result([x], [partial(["sum"], ["sum"])], (3, 4), np.square)
     y = layout([S0], (3, 4))
     with pytest.raises(AssertionError):
-        check_result([y], [along([0], [0])], (3, 4), lambda block: np.cumsum(block, axis=0))
+        check_result([y], [along([0], [0])], (3, 4), lambda shard: np.cumsum(shard, axis=0))

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.fx import Graph
 from work import calls
 
+from shardcompile.collectives.all_to_all import AllToAllV
 from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
 from shardcompile.collectives.range_bucket import members_of
-from shardcompile.collectives.turns import AllToAllV
 from shardcompile.machines import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes import BucketReduceScatters, Pipeline
 from shardcompile.passes.bucket import choice
@@ -32,8 +32,8 @@ from shardcompile.passes.cost.model import CostModel, Prices, keeping_prices
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.control_dependencies import HoldOrder
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.outline import Outline
 from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order, byte_limit
 from shardcompile.passes.schedule.scheduler import Scheduler
@@ -47,8 +47,8 @@ BF16 = torch.bfloat16
 ACROSS = CostModel(H100, group_links={"g": INFINIBAND_NDR})
 SIZE = suite.Size(4, width=1024, tokens=4096, heads=8)
 PROGRAMS: dict[str, Callable[[suite.Place], Graph]] = {
-    "layers in blocks, forward": lambda place: suite.fsdp_forward(place, SIZE),
-    "layers in blocks, backward": lambda place: suite.fsdp_backward(place, SIZE),
+    "layers sharded, forward": lambda place: suite.fsdp_forward(place, SIZE),
+    "layers sharded, backward": lambda place: suite.fsdp_backward(place, SIZE),
     "experts, forward": lambda place: suite.experts_forward(place, suite.Experts()),
     "experts, backward": lambda place: suite.experts_backward(place, suite.Experts()),
     "u-net with halos": lambda place: suite.unet_forward(place, suite.Images()),
@@ -56,7 +56,7 @@ PROGRAMS: dict[str, Callable[[suite.Place], Graph]] = {
 
 
 def place_of(imbalance: str, ranks: int = RANKS, rank: int = 0) -> suite.Place:
-    return suite.Place(ranks, rank, "g", lambda extent, i: suite.cut(extent, ranks, imbalance, i))
+    return suite.Place(ranks, rank, "g", lambda size, i: suite.partition(size, ranks, imbalance, i))
 
 
 def passes(model: CostModel = MODEL) -> Pipeline:
@@ -168,9 +168,11 @@ def test_the_memory_limit_is_of_the_graph_before_buckets(monkeypatch: pytest.Mon
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 4))
 def test_a_schedule_comes_to_what_its_replay_comes_to(number: int, ranks: int) -> None:
-    """Time and memory, while it is made of tasks by number, and of the nodes that it stands for."""
+    """Time and memory, while it is made of tasks by index, and of the nodes that it stands for."""
     with world_of(ranks):
-        place = suite.Place(ranks, 0, "g", lambda e, i: suite.random_cut(e, ranks, random.Random(f"{number} {e} {i}")))
+        place = suite.Place(
+            ranks, 0, "g", lambda e, i: suite.random_partition(e, ranks, random.Random(f"{number} {e} {i}"))
+        )
         graph = suite.drawn(place, random.Random(number))
         edges, priced = Edges.of(graph), Prices.of(graph, MODEL)
         freed = frozenset([n for n in graph.nodes if n.op == "placeholder"][::2])
@@ -202,7 +204,7 @@ def test_buckets_of_as_many_members_as_the_memory_holds() -> None:
     """One bucket of all would hold all payloads at once, which are made one after the other, and all results."""
     with world_of(RANKS):
         w = suite.Writer(place_of("even"))
-        sizes = w.cut(4096 * RANKS)
+        sizes = w.partition(4096 * RANKS)
         kept = [w.input(sizes[0], 256) for _ in range(80)]
         total = kept[0]
         for i in range(12):
@@ -220,7 +222,7 @@ def test_buckets_of_as_many_members_as_the_memory_holds() -> None:
 
 def test_buckets_that_delay_more_than_they_save_are_not_made() -> None:
     """The halves' exchanges in one bucket would leave nothing to hide them behind."""
-    place = suite.Place(4, 0, "g", lambda extent, i: suite.cut(extent, 4, "1:9", i))
+    place = suite.Place(4, 0, "g", lambda size, i: suite.partition(size, 4, "1:9", i))
     with world_of(4):
         graph = suite.experts_forward(place, suite.Experts())
         prices = Prices.of(graph, MODEL)
@@ -240,14 +242,14 @@ def _members(calls: list[Any], arguments: Callable[[Any, int], Any], run: Callab
 
 def _gather_bucket(calls: list[Any]) -> Any:
     def arguments(c: Any, i: int) -> AllGatherV:
-        return AllGatherV(c.inputs[i], c.dims[i], c.totals[i], c.cuts[i], c.group_name)
+        return AllGatherV(c.inputs[i], c.dims[i], c.totals[i], c.partitions[i], c.group_name)
 
     return _members(calls, arguments, lockstep._all_gather_v)
 
 
 def _scatter_bucket(calls: list[Any]) -> Any:
     def arguments(c: Any, i: int) -> ReduceScatterV:
-        return ReduceScatterV(c.inputs[i], c.dims[i], c.blocks[i], c.reduce_op, c.cuts[i], c.group_name)
+        return ReduceScatterV(c.inputs[i], c.dims[i], c.shards[i], c.reduce_op, c.partitions[i], c.group_name)
 
     return _members(calls, arguments, lockstep._reduce_scatter_v)
 
@@ -255,7 +257,7 @@ def _scatter_bucket(calls: list[Any]) -> Any:
 def _exchange_bucket(calls: list[Any]) -> Any:
     def arguments(c: Any, i: int) -> AllToAllV:
         pair = slice(2 * i, 2 * i + 2)
-        return AllToAllV(c.inputs[i], *c.dims[pair], *c.extents[pair], *c.cuts[pair], c.group_name)
+        return AllToAllV(c.inputs[i], *c.dims[pair], *c.sizes[pair], *c.partitions[pair], c.group_name)
 
     return _members(calls, arguments, lockstep._all_to_all_v)
 
@@ -296,10 +298,10 @@ def test_any_program_keeps_its_values(number: int) -> None:
     ranks = 2 + number % 3
 
     def written(rank: int) -> Graph:
-        def cuts(extent: int, i: int) -> list[int]:
-            return suite.random_cut(extent, ranks, random.Random(f"{number} {extent} {i}"))
+        def partitions(size: int, i: int) -> list[int]:
+            return suite.random_partition(size, ranks, random.Random(f"{number} {size} {i}"))
 
-        return suite.drawn(suite.Place(ranks, rank, "g", cuts), random.Random(number), ops=16)
+        return suite.drawn(suite.Place(ranks, rank, "g", partitions), random.Random(number), ops=16)
 
     with world_of(ranks) as world:
         plain, changed = ([written(rank) for rank in world.each()] for _ in range(2))
@@ -425,8 +427,10 @@ def test_even_and_uneven_reductions_share_a_bucket_and_keep_their_values(kinds: 
             if kind == "even":
                 results.append(b.done(lockstep.REDUCE_SCATTER, x, "sum", 2, "g"))
             else:
-                cut = ([5, 1], 0, [], "g")
-                results.append(b.done(torch.ops.shardcompile.reduce_scatter_v.default, x, 0, [5, 1][rank], "sum", *cut))
+                partition = ([5, 1], 0, [], "g")
+                results.append(
+                    b.done(torch.ops.shardcompile.reduce_scatter_v.default, x, 0, [5, 1][rank], "sum", *partition)
+                )
         return b.output(*results)
 
     with world_of(2) as world:

@@ -17,12 +17,11 @@ BARS = {
     "dispatch": 0.12,
     "ops": 0.09,
     "operators": 0.0,
-    "layout": 0.05,
-    "reports": 0.03,
+    "sharding": 0.05,
+    "inspect": 0.03,
     "compat": 0.06,
     "testing": 0.06,
-    "watch": 0.0,
-    "offline": 0.0,
+    "diagnosis": 0.0,
 }
 
 

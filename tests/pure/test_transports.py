@@ -18,7 +18,7 @@ from torch import Tensor
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import as_bytes, gpus, nccl, running_ends
 from shardcompile.collectives.transport.balance import even_parts, moved_to_even
-from shardcompile.collectives.transport.nccl_ways import (
+from shardcompile.collectives.transport.nccl_algorithms import (
     FUSES_BROADCASTS,
     Way,
     costs_to_gather,
@@ -26,29 +26,29 @@ from shardcompile.collectives.transport.nccl_ways import (
     way_to_gather,
     way_to_reduce,
 )
-from shardcompile.watch.backends import backend_of
-from shardcompile.watch.calls import Call, Entry
+from shardcompile.diagnosis.backends import backend_of
+from shardcompile.diagnosis.recorded_calls import Call, Entry
 
 OLD = (2, 27, 5)
 NEW = FUSES_BROADCASTS
 MIB = 2**20
 
 
-def test_equal_blocks_are_left_to_torch() -> None:
+def test_equal_shards_are_left_to_torch() -> None:
     for version, size, ranks in itertools.product([OLD, NEW], [1, 7, MIB], [2, 3, 64]):
         assert way_to_gather((size,) * ranks, version) is Way.EVEN
         assert way_to_reduce((size,) * ranks) is Way.EVEN
 
 
-def test_one_large_block_travels_in_a_ring() -> None:
-    """The owner of nine blocks in sixteen would send 63 units; a ring moves 15 over its busiest link."""
+def test_one_large_shard_travels_in_a_ring() -> None:
+    """The owner of nine shards in sixteen would send 63 units; a ring moves 15 over its busiest link."""
     sizes = [9 * MIB, *[MIB] * 7]
     costs = costs_to_gather(sizes, NEW)
     assert way_to_gather(tuple(sizes), NEW) is Way.BROADCASTS
     assert costs[Way.SENDS] > 63 * MIB and 15 * MIB <= costs[Way.BROADCASTS] < 16 * MIB
 
 
-def test_uneven_blocks_move_as_little_as_even_ones() -> None:
+def test_uneven_shards_move_as_little_as_even_ones() -> None:
     """But for what ranks have more or less than the mean."""
     sizes = [3 * MIB if r % 2 else MIB for r in range(64)]  # 128 MiB in all
     for costs in (costs_to_gather(sizes, OLD), costs_to_reduce(sizes)):
@@ -119,8 +119,8 @@ def test_devices_follow_from_backends(backend: str, device: str) -> None:
 class _Group:
     """A process group of one rank that is told what the others send."""
 
-    def __init__(self, rank: int, blocks: Sequence[Tensor]) -> None:
-        self._rank, self.blocks = rank, blocks
+    def __init__(self, rank: int, shards: Sequence[Tensor]) -> None:
+        self._rank, self.shards = rank, shards
 
     def name(self) -> str:
         return "nccl"
@@ -129,7 +129,7 @@ class _Group:
         return self._rank
 
     def size(self) -> int:
-        return len(self.blocks)
+        return len(self.shards)
 
 
 class _Done:
@@ -145,23 +145,23 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def even(out: Tensor, rows: Tensor, *, group: _Group, async_op: bool) -> Any:
         asked.append("all_gather_into_tensor")
         assert async_op and out.dtype is rows.dtype is torch.uint8 and out.shape[0] == rows.shape[0] * group.size()
-        for r, block in enumerate(group.blocks):
-            place, data = out[r * rows.shape[0] :], block.reshape(-1).view(torch.uint8)
+        for r, shard in enumerate(group.shards):
+            place, data = out[r * rows.shape[0] :], shard.reshape(-1).view(torch.uint8)
             place[: data.shape[0]].copy_(data)
         return _Done()
 
     def broadcasts(outs: list[Tensor], rows: Tensor, *, group: _Group, async_op: bool) -> Any:
         asked.append("all_gather")
         assert async_op and len(outs) == group.size() and len({o.shape for o in outs}) > 1
-        for out, block in zip(outs, group.blocks, strict=True):
-            out.copy_(block.reshape(-1).view(torch.uint8))
+        for out, shard in zip(outs, group.shards, strict=True):
+            out.copy_(shard.reshape(-1).view(torch.uint8))
         return _Done()
 
     def batch(messages: list[Any]) -> list[Any]:
         asked.append(f"batch of {len(messages)}")
         for m in messages:
             if m.op is dist.irecv:
-                m.tensor.copy_(m.group.blocks[m.group_peer].reshape(-1).view(torch.uint8))
+                m.tensor.copy_(m.group.shards[m.group_peer].reshape(-1).view(torch.uint8))
         return [_Done()]
 
     class Message:
@@ -192,27 +192,27 @@ def test_every_way_gathers_all_rows(
     if (way is Way.EVEN) != (len(set(sizes)) == 1) and way in (Way.EVEN, Way.BROADCASTS):
         pytest.skip("a way that is not offered for such sizes")
     monkeypatch.setattr(transport.TRANSPORTS["nccl"], "fixed", way)
-    blocks = [torch.randint(0, 2, (n, 2)).to(dtype) for n in sizes]
-    for rank, own in enumerate(blocks):
-        group: Any = _Group(rank, blocks)
+    shards = [torch.randint(0, 2, (n, 2)).to(dtype) for n in sizes]
+    for rank, own in enumerate(shards):
+        group: Any = _Group(rank, shards)
         out = torch.zeros([sum(sizes), 2], dtype=dtype)
         works = transport.gather_rows(_call(group), own, sizes, out)
         for work in works:
             work.wait()
-        assert torch.equal(out, torch.cat(blocks))
+        assert torch.equal(out, torch.cat(shards))
 
 
 def test_rows_without_bytes_are_not_sent(played: list[str]) -> None:
-    blocks = [torch.empty(n, 0) for n in (2, 1)]
-    group: Any = _Group(0, blocks)
-    assert transport.gather_rows(_call(group), blocks[0], [2, 1], torch.empty(3, 0)) == []
+    shards = [torch.empty(n, 0) for n in (2, 1)]
+    group: Any = _Group(0, shards)
+    assert transport.gather_rows(_call(group), shards[0], [2, 1], torch.empty(3, 0)) == []
     assert played == []
 
 
 def test_all_ranks_make_the_communicator_before_some_have_nothing_to_send(played: list[str]) -> None:
     """A rank without messages takes no part in a batch, and must not be missing where the communicator is made."""
-    blocks = [torch.ones(2), torch.ones(2)]
-    group: Any = _Group(1, blocks)
+    shards = [torch.ones(2), torch.ones(2)]
+    group: Any = _Group(1, shards)
     assert transport.exchange(_call(group), [], []) == []
     transport.exchange(_call(group), [(0, torch.ones(2))], [(0, torch.empty(2))])
     transport.exchange(_call(group), [(0, torch.ones(2))], [])

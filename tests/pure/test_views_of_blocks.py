@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from shardcompile.ops.support.blocks import _can_be_viewed
+from shardcompile.ops.support.local_shards import _can_be_viewed
 
 
 def _draw(numbers: random.Random) -> tuple[Tensor, list[int]]:

@@ -162,18 +162,18 @@ def test_assignments_to_parts_with_gradients(backend: str, dim: int) -> None:
     torch.testing.assert_close(y.grad.full_tensor(), b.grad)
 
 
-# Blocks as they are given
+# Shards as they are given
 
 
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("way", ["turned", "gaps", "odd"])
-def test_views_of_blocks_of_any_strides_reach_the_tensor(way: str, dim: int) -> None:
+def test_views_of_shards_of_any_strides_reach_the_tensor(way: str, dim: int) -> None:
     full = torch.arange(24.0).reshape(4, 6)
     mesh = init_device_mesh("cpu", (3,))
     sizes = [[3, 0, 1], [1, 5, 0]][dim]
-    block = stored(full.split(sizes, dim)[mesh.get_rank()], way if mesh.get_rank() != 1 else "rows")
-    x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes})
+    shard = stored(full.split(sizes, dim)[mesh.get_rank()], way if mesh.get_rank() != 1 else "rows")
+    x = sc.ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: sizes})
     equal(x, full, "as it was given")
     x.view(-1)[3:].zero_(), full.view(-1)[3:].zero_()
     equal(x, full, "written through a view")
@@ -183,16 +183,16 @@ def test_views_of_blocks_of_any_strides_reach_the_tensor(way: str, dim: int) -> 
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_a_contiguous_block_is_shared_with_its_owner() -> None:
+def test_a_contiguous_shard_is_shared_with_its_owner() -> None:
     mesh = init_device_mesh("cpu", (3,))
-    block = torch.zeros(mesh.get_rank(), 2)
-    sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: [0, 1, 2]}).add_(1)
-    assert torch.equal(block, torch.ones(mesh.get_rank(), 2))
+    shard = torch.zeros(mesh.get_rank(), 2)
+    sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: [0, 1, 2]}).add_(1)
+    assert torch.equal(shard, torch.ones(mesh.get_rank(), 2))
 
 
 @pytest.mark.ranks(3, timeout=200)
 @pytest.mark.parametrize("view", often(["turned", "rows"], 1))
-def test_blocks_of_any_strides_are_served_by_one_graph_on_every_rank(view: str) -> None:
+def test_shards_of_any_strides_are_served_by_one_graph_on_every_rank(view: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(lambda x: (x * 2 + 1).sin().sum(), fullgraph=True, backend=counter)
@@ -200,8 +200,8 @@ def test_blocks_of_any_strides_are_served_by_one_graph_on_every_rank(view: str) 
         for shift, dim in enumerate([1, 1, 1] if view == "turned" else [0, 0, 0]):
             full = torch.arange(24.0).reshape([(4, 6), (6, 4)][dim])
             way = ["rows", "turned", "odd"][(shift + mesh.get_rank()) % 3]
-            block = stored(full.split(sizes, dim)[mesh.get_rank()], way)
-            x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes})
+            shard = stored(full.split(sizes, dim)[mesh.get_rank()], way)
+            x = sc.ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: sizes})
             out = run(x.t() * 2 if view == "turned" else x)
             expected = full.t() * 2 if view == "turned" else full
             torch.testing.assert_close(out.full_tensor(), (expected * 2 + 1).sin().sum())
@@ -259,7 +259,7 @@ def test_set_and_resize_share_memory_or_are_refused() -> None:
 def test_a_write_that_reads_what_it_writes_is_alike_on_ranks_without_rows() -> None:
     full = torch.arange(28.0).view(7, 4)
     x = sharded(full)
-    x[:, 1:].add_(x[:, :-1])  # plain PyTorch refuses; a block of no rows has no overlap
+    x[:, 1:].add_(x[:, :-1])  # plain PyTorch refuses; a shard of no rows has no overlap
     full[:, 1:] += full[:, :-1].clone()
     equal(x, full, "as if what is read were a copy")
 

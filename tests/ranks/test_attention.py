@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` on blocks: by which dims its tensors may be cut, and what that costs."""
+"""`scaled_dot_product_attention` on local shards: by which dims its tensors may be sharded, and what that costs."""
 
 from __future__ import annotations
 
@@ -51,35 +51,37 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("cut", often([ROWS, HEADS, BATCH, FEATURES], 2), ids=["rows", "heads", "batch", "features"])
-def test_tensors_that_are_cut_alike(cut: Shard) -> None:
+@pytest.mark.parametrize(
+    "partition", often([ROWS, HEADS, BATCH, FEATURES], 2), ids=["rows", "heads", "batch", "features"]
+)
+def test_tensors_that_are_partition_alike(partition: Shard) -> None:
     torch.manual_seed(0)
     q, k, v = (random(7, 7, 7, 4) for _ in range(3))
-    assert_matches_single_device(attention, [q, k, v], [cut] * 3, steps=3, backend="aot_eager")
+    assert_matches_single_device(attention, [q, k, v], [partition] * 3, steps=3, backend="aot_eager")
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("cut", often([ROWS, BATCH, HEADS, FEATURES], 1), ids=str)
-def test_causal_attention_through_inductor(cut: Shard) -> None:
+@pytest.mark.parametrize("partition", often([ROWS, BATCH, HEADS, FEATURES], 1), ids=str)
+def test_causal_attention_through_inductor(partition: Shard) -> None:
     torch.manual_seed(0)
     q, k, v = (random(7, 7, 7, 4) for _ in range(3))
-    assert_matches_single_device(causal, [q, k, v], [cut] * 3, steps=3)
+    assert_matches_single_device(causal, [q, k, v], [partition] * 3, steps=3)
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("function", often([causal, attention], 1))
-def test_queries_that_are_whole_and_keys_in_blocks(function: Any) -> None:
+def test_queries_that_are_whole_and_keys_in_shards(function: Any) -> None:
     torch.manual_seed(0)
     q, k, v = random(2, 2, 5, 4), random(2, 2, 7, 4), random(2, 2, 7, 4)
     assert_matches_single_device(function, [q, k, v], [None, ROWS, ROWS], steps=3, backend="aot_eager")
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("cut", often([ROWS, HEADS, BATCH], 2), ids=["rows", "heads", "batch"])
-def test_fewer_heads_of_keys(cut: Shard) -> None:
+@pytest.mark.parametrize("partition", often([ROWS, HEADS, BATCH], 2), ids=["rows", "heads", "batch"])
+def test_fewer_heads_of_keys(partition: Shard) -> None:
     torch.manual_seed(0)
     q, k, v = random(7, 6, 7, 4), random(7, 3, 7, 4), random(7, 3, 7, 4)
-    assert_matches_single_device(grouped, [q, k, v], [cut] * 3, steps=3, backend="aot_eager")
+    assert_matches_single_device(grouped, [q, k, v], [partition] * 3, steps=3, backend="aot_eager")
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
@@ -130,14 +132,14 @@ def test_half_precision() -> None:
     assert_matches_single_device(causal, [q, k, v], [ROWS] * 3, steps=2, backend="aot_eager", rtol=0.03, atol=0.03)
 
 
-def rows_in_blocks(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
+def rows_in_shards(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
     sizes = [3, 0, 4]
-    blocks = [random(2, 2, sizes[mesh.get_rank()], 4) for _ in range(3)]
-    return causal, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in blocks)
+    shards = [random(2, 2, sizes[mesh.get_rank()], 4) for _ in range(3)]
+    return causal, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in shards)
 
 
 def test_rows_stay_where_they_are_and_scores_are_not_held() -> None:
-    report = sc.explain(rows_in_blocks, world_size=3, device="cpu", stages=[])
+    report = sc.explain(rows_in_shards, world_size=3, device="cpu", stages=[])
     assert not report.graph_breaks
     forward, backward = report.graphs
     assert [c.kind for c in forward.traced] == ["all_gather_v"] * 2
@@ -172,8 +174,8 @@ def test_heads_that_are_exchanged_for_rows() -> None:
 
 def six_heads(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
     sizes = [3, 3, 1]
-    blocks = [random(2, 6, sizes[mesh.get_rank()], 4) for _ in range(3)]
-    return causal, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in blocks)
+    shards = [random(2, 6, sizes[mesh.get_rank()], 4) for _ in range(3)]
+    return causal, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in shards)
 
 
 def test_heads_are_exchanged_for_rows_where_that_moves_less() -> None:

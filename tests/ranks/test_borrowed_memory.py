@@ -16,14 +16,14 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 import shardcompile as sc
 from shardcompile.collectives import scratch, wait
-from shardcompile.layout import GroupCut, write_cuts
+from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import mesh, once, rank, world_size
 
 SIZES = [3, 0, 4]
 _ops = torch.ops.shardcompile
 
 
-def _cut(dim: int = 0) -> sc.ShardTensor:
+def _partition(dim: int = 0) -> sc.ShardTensor:
     full = torch.arange(42, dtype=torch.float64).view([7, 6] if dim == 0 else [2, 7, 3])
     x = sc.distribute_tensor(full, mesh(), [Shard(dim)], sharding_shapes={0: SIZES})
     return x.requires_grad_()
@@ -35,21 +35,21 @@ def _backward(y: Any) -> None:
 
 def _moved() -> None:
     """Rows over the edges, and their gradients back."""
-    _backward(_cut()[2:] * 2 + _cut()[:-2])
+    _backward(_partition()[2:] * 2 + _partition()[:-2])
 
 
 def _windows() -> None:
     """Halos, and what is added up of them."""
-    _backward(_cut().unfold(0, 3, 1))
+    _backward(_partition().unfold(0, 3, 1))
 
 
 def _rolled() -> None:
-    _backward(_cut().roll(1, 0))
+    _backward(_partition().roll(1, 0))
 
 
 def _periodic() -> None:
     """Halos whose ends meet."""
-    _backward(sc.halo_map(lambda x: x[2:] * x[:-2], _cut(), halo={0: (1, 1)}, fill="circular", crop=False))
+    _backward(sc.halo_map(lambda x: x[2:] * x[:-2], _partition(), halo={0: (1, 1)}, fill="circular", crop=False))
 
 
 def _reduced() -> None:
@@ -59,25 +59,25 @@ def _reduced() -> None:
 
 def _flattened() -> None:
     """Rows of several stretches."""
-    _backward(_cut(1).reshape(-1, 3).cumsum(0).sin())
+    _backward(_partition(1).reshape(-1, 3).cumsum(0).sin())
 
 
 def _routed() -> None:
     ranks = torch.arange(7) % world_size()
     to = sc.distribute_tensor(ranks, mesh(), [Shard(0)], sharding_shapes={0: SIZES})
-    rows, numbers, route = sc.route_rows(_cut(), to, _cut())
+    rows, numbers, route = sc.route_rows(_partition(), to, _partition())
     _backward(route.back(rows * numbers))
 
 
 def _in_buckets() -> None:
-    group, cuts = mesh().get_group(0).group_name, [GroupCut(s, 0, []) for s in (SIZES, [1, 4, 2])]
-    ends, mine = write_cuts(cuts), [c.sizes[rank()] for c in cuts]
-    blocks = [torch.ones(n, 50) for n in mine]
-    wait(_ops.all_gather_bucket(blocks, [0, 0], [7, 7], *ends, group))
-    wait(_ops.all_gather_bucket([blocks[0].T, blocks[1]], [1, 0], [7, 7], *ends, group))
+    group, partitions = mesh().get_group(0).group_name, [GroupPartition(s, 0, []) for s in (SIZES, [1, 4, 2])]
+    ends, mine = write_partitions(partitions), [c.sizes[rank()] for c in partitions]
+    shards = [torch.ones(n, 50) for n in mine]
+    wait(_ops.all_gather_bucket(shards, [0, 0], [7, 7], *ends, group))
+    wait(_ops.all_gather_bucket([shards[0].T, shards[1]], [1, 0], [7, 7], *ends, group))
     wait(_ops.reduce_scatter_bucket([torch.ones(7, 50)] * 2, [0, 0], mine, "sum", *ends, group))
-    turns = write_cuts([cuts[0], GroupCut([10, 10, 30], 0, [])])
-    wait(_ops.all_to_all_bucket([blocks[0]], [0, 1], [7, [10, 10, 30][rank()]], *turns, group))
+    turns = write_partitions([partitions[0], GroupPartition([10, 10, 30], 0, [])])
+    wait(_ops.all_to_all_bucket([shards[0]], [0, 1], [7, [10, 10, 30][rank()]], *turns, group))
 
 
 PROGRAMS: list[Callable[[], None]] = [_moved, _windows, _rolled, _periodic, _reduced, _flattened, _routed, _in_buckets]

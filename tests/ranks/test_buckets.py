@@ -18,18 +18,18 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.collectives import scratch, wait
-from shardcompile.collectives.around import FETCH_AROUND, RETURN_AROUND, Around
+from shardcompile.collectives.halo_exchange import FETCH_AROUND, RETURN_AROUND, Around
 from shardcompile.collectives.range_bucket import RANGE_BUCKET, together
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.demo.traffic import traffic_of
-from shardcompile.layout import GroupCut, write_cuts
 from shardcompile.passes import inductor_options
+from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import rank, world_size
 
 _ops = torch.ops.shardcompile
 SIZES = {2: [[3, 5], [0, 4], [1, 0], [2, 2]], 3: [[3, 0, 5], [0, 0, 4], [1, 1, 1], [7, 1, 0]]}
 SHAPES: list[tuple[int, list[int]]] = [(0, [-1, 3]), (1, [2, -1, 3]), (0, [-1]), (1, [4, -1])]
-"""Dim that is cut, shape but for its extent."""
+"""Dim that is sharded, shape but for its size."""
 
 PASSES = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_to_alls", "bucket_ranges", "bucket_all_reduces"]
 
@@ -52,13 +52,13 @@ def values(shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
 )
 @pytest.mark.parametrize("width", [[], [64]], ids=["narrow", "wide"])
 def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
-    blocks, singles, totals = [], [], []
+    shards, singles, totals = [], [], []
     for n, (sizes, (dim, shape), dtype) in enumerate(zip(SIZES[world_size()], SHAPES, dtypes, strict=True)):
-        blocks.append(values([s if s >= 0 else sizes[rank()] for s in shape] + width, dtype, 10 * n + rank()))
+        shards.append(values([s if s >= 0 else sizes[rank()] for s in shape] + width, dtype, 10 * n + rank()))
         totals.append(sum(sizes))
-        singles.append(wait(_ops.all_gather_v(blocks[-1], dim, totals[-1], sizes, 0, [], group_name())))
-    cuts = write_cuts([GroupCut(sizes, 0, []) for sizes in SIZES[world_size()]])
-    flat = wait(_ops.all_gather_bucket(blocks, [d for d, _ in SHAPES], totals, *cuts, group_name()))
+        singles.append(wait(_ops.all_gather_v(shards[-1], dim, totals[-1], sizes, 0, [], group_name())))
+    partitions = write_partitions([GroupPartition(sizes, 0, []) for sizes in SIZES[world_size()]])
+    flat = wait(_ops.all_gather_bucket(shards, [d for d, _ in SHAPES], totals, *partitions, group_name()))
     start = 0
     for single in singles:
         length = single.numel() * single.dtype.itemsize // flat.dtype.itemsize
@@ -72,51 +72,51 @@ def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
 @pytest.mark.parametrize("members", [1, 2])
 def test_what_is_conjugated_lazily_is_sent_as_it_reads(members: int) -> None:
     sizes = SIZES[world_size()][0]
-    blocks = [values([sizes[rank()], 8], torch.complex64, n) * (1 + rank() * 1j) for n in range(members)]
-    cuts = write_cuts([GroupCut(sizes, 0, [])] * members)
+    shards = [values([sizes[rank()], 8], torch.complex64, n) * (1 + rank() * 1j) for n in range(members)]
+    partitions = write_partitions([GroupPartition(sizes, 0, [])] * members)
     ends = [0] * members, [sum(sizes)] * members
-    lazy = wait(_ops.all_gather_bucket([b.conj() for b in blocks], *ends, *cuts, group_name()))
-    plain = wait(_ops.all_gather_bucket([b.conj().resolve_conj() for b in blocks], *ends, *cuts, group_name()))
+    lazy = wait(_ops.all_gather_bucket([b.conj() for b in shards], *ends, *partitions, group_name()))
+    plain = wait(_ops.all_gather_bucket([b.conj().resolve_conj() for b in shards], *ends, *partitions, group_name()))
     assert torch.equal(lazy, plain) and plain.imag.any()
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("reduce_op", ["sum", "max"])
 def test_reduce_scatters(reduce_op: str) -> None:
-    terms, singles, blocks = [], [], []
+    terms, singles, shards = [], [], []
     for n, (sizes, (dim, shape)) in enumerate(zip(SIZES[world_size()], SHAPES, strict=True)):
         terms.append(values([s if s >= 0 else sum(sizes) for s in shape], torch.float32, 10 * n + rank()))
-        blocks.append(sizes[rank()])
-        singles.append(wait(_ops.reduce_scatter_v(terms[-1], dim, blocks[-1], reduce_op, sizes, 0, [], group_name())))
-    cuts = write_cuts([GroupCut(sizes, 0, []) for sizes in SIZES[world_size()]])
+        shards.append(sizes[rank()])
+        singles.append(wait(_ops.reduce_scatter_v(terms[-1], dim, shards[-1], reduce_op, sizes, 0, [], group_name())))
+    partitions = write_partitions([GroupPartition(sizes, 0, []) for sizes in SIZES[world_size()]])
     dims = [d for d, _ in SHAPES]
-    flat = wait(_ops.reduce_scatter_bucket(terms, dims, blocks, reduce_op, *cuts, group_name()))
+    flat = wait(_ops.reduce_scatter_bucket(terms, dims, shards, reduce_op, *partitions, group_name()))
     assert torch.equal(flat, torch.cat(singles))
 
 
 @pytest.mark.ranks(2, 3)
 def test_all_to_alls() -> None:
-    blocks, singles, dims, extents, cuts = [], [], [], [], []
+    shards, singles, dims, sizes, partitions = [], [], [], [], []
     for n, (src, dst) in enumerate(zip(SIZES[world_size()], SIZES[world_size()][::-1], strict=True)):
-        blocks.append(values([2, src[rank()], sum(dst)], torch.float64, 10 * n + rank()))
+        shards.append(values([2, src[rank()], sum(dst)], torch.float64, 10 * n + rank()))
         arguments = (1, 2, sum(src), dst[rank()])
-        singles.append(wait(_ops.all_to_all_v(blocks[-1], *arguments, src, 0, [], dst, 0, [], group_name())))
+        singles.append(wait(_ops.all_to_all_v(shards[-1], *arguments, src, 0, [], dst, 0, [], group_name())))
         dims += arguments[:2]
-        extents += arguments[2:]
-        cuts += [GroupCut(src, 0, []), GroupCut(dst, 0, [])]
-    flat = wait(_ops.all_to_all_bucket(blocks, dims, extents, *write_cuts(cuts), group_name()))
+        sizes += arguments[2:]
+        partitions += [GroupPartition(src, 0, []), GroupPartition(dst, 0, [])]
+    flat = wait(_ops.all_to_all_bucket(shards, dims, sizes, *write_partitions(partitions), group_name()))
     assert torch.equal(flat, torch.cat(singles))
 
 
 def range_members(ranks: int, me: int, dtype: torch.dtype, filled: bool) -> tuple[list[str], list[Ranges | Around]]:
-    """Halos, blocks of another cut, rolls and rows around blocks, and the ways back, of several shapes and dims."""
+    """Halos, shards of another partition, rolls and rows around shards, and the ways back, of several shapes and dims."""
     kinds: list[str] = []
     records: list[Ranges | Around] = []
     for n, (src, (dim, shape)) in enumerate(zip(SIZES[ranks], SHAPES, strict=True)):
         total, dst = sum(src), SIZES[ranks][n][::-1]
-        held, wanted = GroupCut(src, 0, []), GroupCut(dst, 0, [])
+        held, wanted = GroupPartition(src, 0, []), GroupPartition(dst, 0, [])
 
-        def block(rows: int, seed: int, dim: int = dim, shape: list[int] = shape) -> Tensor:
+        def shard(rows: int, seed: int, dim: int = dim, shape: list[int] = shape) -> Tensor:
             return values([rows if s < 0 else s for s in shape], dtype, 100 * seed + me)
 
         fill = 2.5 if filled else None
@@ -126,17 +126,17 @@ def range_members(ranks: int, me: int, dtype: torch.dtype, filled: bool) -> tupl
         halo = last - first if src[me] else 0
         reach = [total, 1, 1, 1, 1]
         kinds += ["fetch_ranges", "return_ranges"]
-        records.append(Ranges(block(src[me], n), dim, total, halo, held, held, reach, fill, group_name()))
-        back = Ranges(block(halo, 10 + n), dim, total, src[me], held, held, reach, fill, group_name())
+        records.append(Ranges(shard(src[me], n), dim, total, halo, held, held, reach, fill, group_name()))
+        back = Ranges(shard(halo, 10 + n), dim, total, src[me], held, held, reach, fill, group_name())
         records.append(back)
         if filled:
             continue
         kinds += ["fetch_ranges", "return_ranges", "fetch_around", "fetch_around", "return_around"]
-        records.append(Ranges(block(src[me], 20 + n), dim, total, dst[me], held, wanted, [], None, group_name()))
-        records.append(Ranges(block(dst[me], 30 + n), dim, total, src[me], held, wanted, [], None, group_name()))
-        records.append(Around(block(src[me], 40 + n), dim, 2, -2, total, src[me], held, group_name()))
-        records.append(Around(block(src[me], 50 + n), dim, 1, 2, total, src[me] + 3, held, group_name()))
-        records.append(Around(block(src[me] + 3, 60 + n), dim, 1, 2, total, src[me], held, group_name()))
+        records.append(Ranges(shard(src[me], 20 + n), dim, total, dst[me], held, wanted, [], None, group_name()))
+        records.append(Ranges(shard(dst[me], 30 + n), dim, total, src[me], held, wanted, [], None, group_name()))
+        records.append(Around(shard(src[me], 40 + n), dim, 2, -2, total, src[me], held, group_name()))
+        records.append(Around(shard(src[me], 50 + n), dim, 1, 2, total, src[me] + 3, held, group_name()))
+        records.append(Around(shard(src[me] + 3, 60 + n), dim, 1, 2, total, src[me], held, group_name()))
     return kinds, records
 
 
@@ -165,16 +165,16 @@ def test_several_at_once_do_not_share_memory() -> None:
         started, expected = [], []
         for n in range(5):
             wholes = [values([sum(s), 100], torch.float64, 100 * repeat + 10 * n + i) for i, s in enumerate(rows)]
-            blocks = [w.split(s)[me] for w, s in zip(wholes, rows, strict=True)]
-            cuts = write_cuts([GroupCut(s, 0, []) for s in rows])
+            shards = [w.split(s)[me] for w, s in zip(wholes, rows, strict=True)]
+            partitions = write_partitions([GroupPartition(s, 0, []) for s in rows])
             totals = [sum(s) for s in rows]
-            started.append(_ops.all_gather_bucket(blocks, [0, 0], totals, *cuts, group_name()))
+            started.append(_ops.all_gather_bucket(shards, [0, 0], totals, *partitions, group_name()))
             expected.append(torch.cat([w.flatten() for w in wholes]))
             own = [s[me] for s in rows]
-            started.append(_ops.reduce_scatter_bucket(wholes, [0, 0], own, "sum", *cuts, group_name()))
-            expected.append(torch.cat([ranks * b.flatten() for b in blocks]))
+            started.append(_ops.reduce_scatter_bucket(wholes, [0, 0], own, "sum", *partitions, group_name()))
+            expected.append(torch.cat([ranks * b.flatten() for b in shards]))
             started.append(_ops.reduce_scatter_v(wholes[0], 0, own[0], "sum", rows[0], 0, [], group_name()))
-            expected.append(ranks * blocks[0].flatten())
+            expected.append(ranks * shards[0].flatten())
         order = range(len(started)) if repeat % 2 else reversed(range(len(started)))
         for n in order:
             torch.testing.assert_close(wait(started[n]), expected[n], rtol=1e-15, atol=0)
@@ -186,21 +186,25 @@ def test_the_memory_of_members_stays_theirs() -> None:
     rows = scratch._SMALLEST // 4
     x = torch.full([rows], float(rank()))
     for _ in range(3):
-        wait(_ops.all_gather_bucket([x], [0], [2 * rows], *write_cuts([GroupCut([rows, rows], 0, [])]), group_name()))
+        wait(
+            _ops.all_gather_bucket(
+                [x], [0], [2 * rows], *write_partitions([GroupPartition([rows, rows], 0, [])]), group_name()
+            )
+        )
         wait(_ops.reduce_scatter_v(torch.ones(2 * rows), 0, rows, "sum", [rows, rows], 0, [], group_name()))
     assert torch.equal(x, torch.full([rows], float(rank())))
 
 
 class Sharded(nn.Module):
-    """Layers whose weights are kept in uneven blocks and gathered where they are used."""
+    """Layers whose weights are kept in uneven shards and gathered where they are used."""
 
     def __init__(self, layers: int, mesh: Any, sizes: list[int]) -> None:
         super().__init__()
         dtypes = (torch.float64, torch.float32)
         self.weights = nn.ParameterList(
-            nn.Parameter(sc.distribute_tensor(torch.randn(sum(sizes), 6, dtype=dtype), mesh, [Shard(0)], **cut))
+            nn.Parameter(sc.distribute_tensor(torch.randn(sum(sizes), 6, dtype=dtype), mesh, [Shard(0)], **partition))
             for dtype in dtypes
-            for cut in [{"sharding_shapes": {0: sizes}}] * layers
+            for partition in [{"sharding_shapes": {0: sizes}}] * layers
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -298,8 +302,8 @@ def test_stencils(step: Any, without: int, with_buckets: int, backend: str) -> N
         compiled = torch.compile(step, fullgraph=True, **how)  # type: ignore[arg-type]
         for sizes in ([3, 4, 1], [0, 6, 5], [1, 1, 9]):
             full = [values([sum(sizes), 4], torch.float64, seed) / 8 for seed in range(2)]
-            cut = [sc.distribute_tensor(f, mesh, [Shard(0)], sharding_shapes={0: sizes}) for f in full]
-            x = [c.detach().requires_grad_() for c in cut]
+            partition = [sc.distribute_tensor(f, mesh, [Shard(0)], sharding_shapes={0: sizes}) for f in full]
+            x = [c.detach().requires_grad_() for c in partition]
             compiled(*x).square().sum().backward()  # compiles
             for t in x:
                 t.grad = None

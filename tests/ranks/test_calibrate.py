@@ -28,10 +28,10 @@ def test_a_measured_link_is_the_same_on_every_rank_and_predicts_a_size_in_betwee
 
     group = dist.group.WORLD
     assert group is not None
-    block = 1 << 17  # 512 KiB in floats, none of the sizes that were measured
-    x = torch.zeros(block)
+    shard = 1 << 17  # 512 KiB in floats, none of the sizes that were measured
+    x = torch.zeros(shard)
     took = calibration._fastest({"gather": lambda: calibration._gather(x, group)}, group, x.device, 10)["gather"]
-    predicted = link.seconds((world_size() - 1) * 4 * block, world_size())
+    predicted = link.seconds((world_size() - 1) * 4 * shard, world_size())
     # A machine that others use as well: a factor of 10 tells a fit from nonsense, and no more is claimed.
     assert predicted / 10 < took < predicted * 10
 

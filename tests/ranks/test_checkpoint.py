@@ -1,4 +1,4 @@
-"""Checkpoints: what blocks have saved is loaded by any other world, mesh, placement and cut, and by plain tensors."""
+"""Checkpoints: what shards have saved is loaded by any other world, mesh, placement and sharded, and by plain tensors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.reshape(-1).tolist() == b.reshape(-1).tolist()
 
 
-def random_cut(extent: int, parts: int, choose: random.Random) -> list[int]:
-    at = sorted(choose.randint(0, extent) for _ in range(parts - 1))
-    return [b - a for a, b in zip([0, *at], [*at, extent], strict=True)]
+def random_partition(size: int, parts: int, choose: random.Random) -> list[int]:
+    at = sorted(choose.randint(0, size) for _ in range(parts - 1))
+    return [b - a for a, b in zip([0, *at], [*at, size], strict=True)]
 
 
 def random_mesh(world: int, choose: random.Random) -> DeviceMesh:
@@ -54,18 +54,18 @@ def random_mesh(world: int, choose: random.Random) -> DeviceMesh:
 
 
 def laid_out(full: Tensor, mesh: DeviceMesh, choose: random.Random) -> Tensor:
-    """A tensor in a layout that is drawn, the same on every rank: blocks of any size, chunks, copies, DTensor, plain."""
-    kind = choose.choice(["blocks", "blocks", "blocks", "dtensor", "plain"])
+    """A tensor in a layout that is drawn, the same on every rank: shards of any size, chunks, copies, DTensor, plain."""
+    kind = choose.choice(["shards", "shards", "shards", "dtensor", "plain"])
     placements = [choose.choice([*map(Shard, range(full.ndim)), Replicate()]) for _ in range(mesh.ndim)]
     if kind == "plain":
         return full.clone()
     if kind == "dtensor":
         return distribute_dtensor(full, mesh, placements)
-    stated, extents = {}, list(full.shape)
+    stated, sizes = {}, list(full.shape)
     if len({p.dim for p in placements if isinstance(p, Shard)}) == sum(isinstance(p, Shard) for p in placements):
         for mesh_dim, p in enumerate(placements):
             if isinstance(p, Shard) and choose.random() < 0.8:
-                stated[mesh_dim] = random_cut(extents[p.dim], mesh.size(mesh_dim), choose)
+                stated[mesh_dim] = random_partition(sizes[p.dim], mesh.size(mesh_dim), choose)
     return sc.distribute_tensor(full, mesh, placements, sharding_shapes=stated)
 
 
@@ -121,14 +121,15 @@ def test_a_thousand_random_checkpoints(tmp_path: Path) -> None:
         check_draws(tmp_path, range(1000, 2000), worlds)
 
 
-def test_an_empty_block_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:
+def test_an_empty_shard_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:
     """Both start at the same row. torch keeps one of two parts that start alike."""
 
     def save(mesh: DeviceMesh, folder: str) -> None:
         x = torch.arange(6.0).reshape(3, 2)
-        cuts = {"first": [0, 3, 0], "middle": [2, 0, 1], "none": [0, 0, 0]}
+        partitions = {"first": [0, 3, 0], "middle": [2, 0, 1], "none": [0, 0, 0]}
         parts = {
-            k: sc.distribute_tensor(x[: sum(c)], mesh, [Shard(0)], sharding_shapes={0: c}) for k, c in cuts.items()
+            k: sc.distribute_tensor(x[: sum(c)], mesh, [Shard(0)], sharding_shapes={0: c})
+            for k, c in partitions.items()
         }
         dcp.save(parts, checkpoint_id=folder)
 
@@ -164,7 +165,7 @@ def test_a_pending_sum_is_refused(tmp_path: Path) -> None:
 
 
 class Net(nn.Module):
-    """Weights in blocks of any size, and a plain one."""
+    """Weights sharded of any size, and a plain one."""
 
     def __init__(self, mesh: DeviceMesh, sizes: list[int]) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ def test_training_resumes_on_other_ranks_as_if_it_had_not_stopped(tmp_path: Path
 
 
 class Mixed(nn.Module):
-    """Weights in blocks, beside plain ones that FSDP2 shards."""
+    """Weights sharded, beside plain ones that FSDP2 shards."""
 
     def __init__(self, mesh: DeviceMesh, sizes: list[int]) -> None:
         super().__init__()
@@ -313,7 +314,7 @@ def test_saving_behind_the_back_of_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_block_of_another_rank_is_refused(tmp_path: Path) -> None:
+def test_the_shard_of_another_rank_is_refused(tmp_path: Path) -> None:
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     mesh = init_device_mesh("cpu", (2,))
@@ -321,9 +322,9 @@ def test_the_block_of_another_rank_is_refused(tmp_path: Path) -> None:
     torch.save({"x": x, "copies": x.redistribute(placements=[Replicate()])}, f"{folder[0]}/{rank()}.pt")
     dist.barrier()
     assert torch.equal(torch.load(f"{folder[0]}/{rank()}.pt")["x"].to_local(), x.to_local())
-    with pytest.raises(Exception, match=f"the block that rank {1 - rank()} had of .* and this is rank {rank()}"):
+    with pytest.raises(Exception, match=f"the shard that rank {1 - rank()} had of .* and this is rank {rank()}"):
         torch.load(f"{folder[0]}/{1 - rank()}.pt", weights_only=False)
-    with pytest.raises(Exception, match="the block that rank 0 had" if rank() else "the block that rank 1 had"):
+    with pytest.raises(Exception, match="the shard that rank 0 had" if rank() else "the shard that rank 1 had"):
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, x)
     assert copy.deepcopy(x).sharding == x.sharding

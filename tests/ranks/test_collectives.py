@@ -1,4 +1,4 @@
-"""The collectives on blocks of any size, against plain torch on the full tensor."""
+"""The collectives on local shards of any size, against plain torch on the full tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardcompile.collectives import (
     transport,
     wait,
 )
-from shardcompile.layout import Cut
+from shardcompile.sharding import Partition
 from shardcompile.testing import mesh, rank, world_size
 
 DTYPES = (
@@ -51,14 +51,14 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def cuts() -> list[list[int]]:
-    """Uneven, with empty blocks, one owner, nothing at all."""
+def partitions() -> list[list[int]]:
+    """Uneven, with empty shards, one owner, nothing at all."""
     world = world_size()
     return [[3, 5, 1, 2][:world], [0, 4, 0, 3][:world], [*[0] * (world - 1), 4], [0] * world]
 
 
-def cases(cuts: Sequence[Any]) -> Iterator[tuple[torch.dtype, Any, Callable[[int], tuple[int, ...]], int]]:
-    """Dtype, cut, the shape of the full tensor as a function of the extent at a dim, and the dim."""
+def cases(partitions: Sequence[Any]) -> Iterator[tuple[torch.dtype, Any, Callable[[int], tuple[int, ...]], int]]:
+    """Dtype, sharded, the shape of the full tensor as a function of the size at a dim, and the dim."""
     shapes: list[tuple[Callable[[int], tuple[int, ...]], int]] = [
         (lambda n: (2, n, 3), 1),
         (lambda n: (n,), 0),
@@ -66,12 +66,12 @@ def cases(cuts: Sequence[Any]) -> Iterator[tuple[torch.dtype, Any, Callable[[int
         (lambda n: (2, 3, n), -1),
         (lambda n: (0, 2, n), 2),  # another dim is empty
     ]
-    for cut in cuts:
+    for partition in partitions:
         for shape, dim in shapes:
-            yield torch.float32, cut, shape, dim
+            yield torch.float32, partition, shape, dim
     for dtype in DTYPES[1:]:
-        for cut in cuts[:2]:
-            yield dtype, cut, *shapes[0]
+        for partition in partitions[:2]:
+            yield dtype, partition, *shapes[0]
 
 
 def values(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -81,7 +81,7 @@ def values(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randint(0, 2 if dtype is torch.bool else 4, tuple(shape)).to(dtype)
 
 
-def block_of(full: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+def shard_of(full: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     return full.split(list(sizes), dim)[rank()].contiguous()
 
 
@@ -127,37 +127,37 @@ def disguises(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.ranks(2, 3, 4)
 def test_all_gather_v():
-    for dtype, sizes, shape, dim in cases(cuts()):
+    for dtype, sizes, shape, dim in cases(partitions()):
         full = values(shape(sum(sizes)), dtype)
-        same(all_gather_v(block_of(full, sizes, dim), dim, sizes, group()), full, dtype, sizes, dim)
+        same(all_gather_v(shard_of(full, sizes, dim), dim, sizes, group()), full, dtype, sizes, dim)
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("op", list(REDUCTIONS))
 def test_reduce_scatter_v(op: str):
-    for dtype, sizes, shape, dim in cases(cuts()):
+    for dtype, sizes, shape, dim in cases(partitions()):
         if has_reduction(dtype, op):
             terms = [values(shape(sum(sizes)), dtype) for _ in range(world_size())]
             out = reduce_scatter_v(terms[rank()], dim, sizes, group(), reduce_op=op)
-            reduced_alike(out, block_of(reduction(terms, op), sizes, dim), op)
+            reduced_alike(out, shard_of(reduction(terms, op), sizes, dim), op)
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_all_to_all_v():
-    pairs = list(itertools.product(cuts(), cuts()))
+    pairs = list(itertools.product(partitions(), partitions()))
     for i, (src_sizes, dst_sizes) in enumerate(pairs + pairs[:8]):
         dtype = DTYPES[max(i - len(pairs), 0)]
         for src_dim, dst_dim in ((0, 1), (2, 0), (-2, -1)):
             shape = [2, 2, 2]
             shape[src_dim], shape[dst_dim] = sum(src_sizes), sum(dst_sizes)
             full = values(shape, dtype)
-            x = block_of(full, src_sizes, src_dim)
+            x = shard_of(full, src_sizes, src_dim)
             out = all_to_all_v(x, src_dim, dst_dim, src_sizes, dst_sizes, group())
-            same(out, block_of(full, dst_sizes, dst_dim), dtype, src_sizes, dst_sizes, src_dim, dst_dim)
+            same(out, shard_of(full, dst_sizes, dst_dim), dtype, src_sizes, dst_sizes, src_dim, dst_dim)
 
 
-def recuts() -> list[tuple[list[int], list[int]]]:
-    """Pairs of cuts of one extent."""
+def repartitions() -> list[tuple[list[int], list[int]]]:
+    """Pairs of partitions of one size."""
     world = world_size()
     uneven, holes = [3, 5, 1, 2][:world], [0, 4, 0, 3][:world]
     return [(uneven, uneven[::-1]), (holes, holes[::-1]), (uneven, [*[0] * (world - 1), sum(uneven)]), (holes, holes)]
@@ -171,9 +171,9 @@ def widened(sizes: Sequence[int], before: int, after: int) -> tuple[int, int]:
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("before, after", [(0, 0), (1, 0), (2, 1), (9, 9)])
 def test_fetch_ranges(before: int, after: int):
-    for dtype, (src_sizes, dst_sizes), shape, dim in cases(recuts()):
+    for dtype, (src_sizes, dst_sizes), shape, dim in cases(repartitions()):
         full = values(shape(sum(src_sizes)), dtype)
-        x = block_of(full, src_sizes, dim)
+        x = shard_of(full, src_sizes, dim)
         out = fetch_ranges(x, dim, src_sizes, dst_sizes, group(), before=before, after=after)
         start, end = widened(dst_sizes, before, after)
         same(out, full.narrow(dim, start, end - start), dtype, src_sizes, dst_sizes, dim)
@@ -196,7 +196,7 @@ def test_nan_wins(op: str):
         terms = torch.tensor([[1, 2, 3, -1], [4, float("nan"), 0, -2], [2, 1, float("inf"), float("nan")]], dtype=dtype)
         expected = reduction(list(terms), op)
         out = reduce_scatter_v(terms[rank()], 0, [1, 0, 3], group(), reduce_op=op)
-        torch.testing.assert_close(out, block_of(expected, [1, 0, 3], 0), equal_nan=True)
+        torch.testing.assert_close(out, shard_of(expected, [1, 0, 3], 0), equal_nan=True)
         torch.testing.assert_close(all_reduce(terms[rank()], group(), reduce_op=op), expected, equal_nan=True)
 
 
@@ -215,7 +215,7 @@ def test_inputs_that_are_not_contiguous():
     sizes, to = [3, 5, 2], [0, 2, 8]
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
         full = values((10, 4, 10), dtype)
-        rows, columns = block_of(full, sizes, 0), block_of(full, to, 2)
+        rows, columns = shard_of(full, sizes, 0), shard_of(full, to, 2)
         for i, x in enumerate(disguises(rows)):
             assert torch.equal(x, rows) and (not x.is_contiguous() or x.is_conj() or x.is_neg())
             same(all_gather_v(x, 0, sizes, group()), full, dtype, i)
@@ -253,27 +253,27 @@ def test_groups_of_some_ranks():
 
 def windows(sizes: Sequence[int], window: Window, count: int) -> Reads:
     """What `count` rows along dim 1 read."""
-    return Reads.of(1, Cut.of_sizes([0], [len(sizes)], sizes), count, window, mesh())
+    return Reads.of(1, Partition.of_sizes([0], [len(sizes)], sizes), count, window, mesh())
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("window", [Window(1, 1, 1, 1, 0), Window(2, 1, 3, 4, 0), Window(1, 3, 2, 2, 1)], ids=str)
 def test_windows_read_rows_of_other_ranks(window: Window):
-    for sizes in recuts_of(7):
+    for sizes in repartitions_of(7):
         full = torch.arange(1.0, 15.0).view(2, 7)
         count = -(-7 * window.den // window.num)
         reads = windows(sizes, window, count)
-        found = reads.fetch(block_of(full, sizes, 1).contiguous(), -1.0)
+        found = reads.fetch(shard_of(full, sizes, 1).contiguous(), -1.0)
         first = window.first_read(reads.first)
         padded = nnf.pad(full, (20, 20), value=-1.0)
         assert torch.equal(found, padded.narrow(1, 20 + first if reads.rows else 0, reads.rows)), sizes
         assert found.shape[1] == reads.rows
 
 
-def recuts_of(extent: int) -> list[list[int]]:
+def repartitions_of(size: int) -> list[list[int]]:
     world = world_size()
-    even = [len(c) for c in torch.arange(extent).tensor_split(world)]
-    return [even, [*[0] * (world - 1), extent], [extent, *[0] * (world - 1)], [1, *[0] * (world - 2), extent - 1]]
+    even = [len(c) for c in torch.arange(size).tensor_split(world)]
+    return [even, [*[0] * (world - 1), size], [size, *[0] * (world - 1)], [1, *[0] * (world - 2), size - 1]]
 
 
 def linear_maps() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]]:
@@ -281,7 +281,7 @@ def linear_maps() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]
     world, me = world_size(), rank()
     sizes, to = [3, 0, 1, 2][:world], [1, 2, 0, 4][:world]
     total, columns = sum(sizes), sum(to)
-    recut = [*[0] * (world - 1), total]
+    repartition = [*[0] * (world - 1), total]
     strided, between = windows(sizes, Window(2, 1, 1, 2, 0), 4), windows(sizes, Window(1, 2, 1, 1, 0), 7)
     aligned = windows(sizes, Window(1, 1, 1, 1, 0), total)
     return {
@@ -289,8 +289,8 @@ def linear_maps() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]
         "reduce_scatter_v": (lambda x: reduce_scatter_v(x, 1, sizes, group()), (2, total)),
         "reduce_scatter_v avg": (lambda x: reduce_scatter_v(x, 0, sizes, group(), reduce_op="avg"), (total, 2)),
         "all_to_all_v": (lambda x: all_to_all_v(x, 0, 1, sizes, to, group()), (sizes[me], columns)),
-        "fetch_ranges": (lambda x: fetch_ranges(x, 0, sizes, recut, group()), (sizes[me], 2)),
-        "fetch_ranges back": (lambda x: fetch_ranges(x, 0, recut, sizes, group()), (recut[me], 2)),
+        "fetch_ranges": (lambda x: fetch_ranges(x, 0, sizes, repartition, group()), (sizes[me], 2)),
+        "fetch_ranges back": (lambda x: fetch_ranges(x, 0, repartition, sizes, group()), (repartition[me], 2)),
         "fetch_ranges halo": (lambda x: fetch_ranges(x, 1, sizes, sizes, group(), before=2, after=1), (2, sizes[me])),
         "windows": (lambda x: strided.fetch(x, 0.0), (2, sizes[me])),
         "windows between rows": (lambda x: between.fetch(x, 0.0), (2, sizes[me])),
@@ -334,11 +334,11 @@ def test_double_backward():
 def test_gradient_through_a_nonlinear_function():
     sizes = [4, 0, 1]
     full = torch.randn(5, 2, dtype=torch.float64)
-    x = block_of(full, sizes, 0).requires_grad_()
+    x = shard_of(full, sizes, 0).requires_grad_()
     plain = full.clone().requires_grad_()
     (all_gather_v(x.sin(), 0, sizes, group()).pow(3).sum() / world_size()).backward()
     plain.sin().pow(3).sum().backward()
-    torch.testing.assert_close(x.grad, block_of(plain.grad, sizes, 0))
+    torch.testing.assert_close(x.grad, shard_of(plain.grad, sizes, 0))
 
 
 @pytest.mark.ranks(2)
@@ -360,7 +360,7 @@ def test_async_op_then_wait():
     sizes, to = [3, 5, 1][: world_size()], [1, 0, 8][: world_size()]
     to[0] += sum(sizes) - sum(to)
     full = values((sum(sizes), sum(to)))
-    x = block_of(full, sizes, 0)
+    x = shard_of(full, sizes, 0)
     started = [
         all_gather_v(x, 0, sizes, group(), async_op=True),
         reduce_scatter_v(full, 0, to, group(), async_op=True),
@@ -372,8 +372,8 @@ def test_async_op_then_wait():
     start, end = widened(to, 1, 0)
     expected = [
         full,
-        block_of(full * world_size(), to, 0),
-        block_of(full, to, 1),
+        shard_of(full * world_size(), to, 0),
+        shard_of(full, to, 1),
         full[start:end],
         full * world_size(),
         2 * full,
@@ -526,16 +526,16 @@ def test_wrong_number_of_sizes():
 @pytest.mark.ranks(2)
 def test_sums_that_differ():
     x = torch.ones(2, 3)
-    with pytest.raises(CollectiveError, match=r"reduce_scatter_v: block sizes \(1, 2\) along dim 0 add up to 3"):
+    with pytest.raises(CollectiveError, match=r"reduce_scatter_v: shard sizes \(1, 2\) along dim 0 add up to 3"):
         reduce_scatter_v(x, 0, [1, 2], group())
-    with pytest.raises(CollectiveError, match=r"all_to_all_v: block sizes \(1, 3\) along dim 1 add up to 4, not to 3"):
+    with pytest.raises(CollectiveError, match=r"all_to_all_v: shard sizes \(1, 3\) along dim 1 add up to 4, not to 3"):
         all_to_all_v(x, 0, 1, [2, 2], [1, 3], group())
-    with pytest.raises(CollectiveError, match="hold different numbers of rows"):
+    with pytest.raises(CollectiveError, match="hold different row indices"):
         fetch_ranges(x, 0, [2, 2], [1, 2], group())
 
 
 @pytest.mark.ranks(2)
-def test_block_that_does_not_fit():
+def test_shard_that_does_not_fit():
     x = torch.ones(3 + rank(), 2)
     message = rf"rank {rank()} of the group holds {3 + rank()} rows along dim 0 .* layout says {1 + 4 * rank()}"
     with pytest.raises(CollectiveError, match="all_gather_v: " + message):
@@ -612,7 +612,7 @@ class Traffic:
 
 
 @pytest.mark.ranks(2, 3)
-def test_bytes_are_those_of_the_blocks(monkeypatch: pytest.MonkeyPatch):
+def test_bytes_are_those_of_the_shards(monkeypatch: pytest.MonkeyPatch):
     sizes = [1, 9, 0][: world_size()]
     row = 4 * 4
     traffic = Traffic(monkeypatch)

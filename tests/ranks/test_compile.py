@@ -21,7 +21,7 @@ import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
 from shardcompile.testing import LocalRanks, assert_matches_single_device, mesh, once, rank, world_size
 
-CUTS = {2: [7, 0], 3: [5, 0, 2], 4: [3, 0, 1, 3]}
+PARTITIONS = {2: [7, 0], 3: [5, 0, 2], 4: [3, 0, 1, 3]}
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -67,7 +67,7 @@ def test_ten_optimizer_steps_on_other_worlds(backend: str) -> None:
 
 
 def ten_optimizer_steps(backend: str) -> None:
-    mesh, sizes = mesh_1d(), CUTS[world_size()]
+    mesh, sizes = mesh_1d(), PARTITIONS[world_size()]
     model = mlp()
     reference = copy.deepcopy(model)
 
@@ -133,34 +133,34 @@ EQUAL_FIRST = [([5, 0, 2], [5, 0, 2]), ([5, 0, 2], [1, 3, 3]), ([0, 7, 0], [2, 2
 DIFFERENT_FIRST = [([1, 0, 6], [1, 3, 3]), ([5, 0, 2], [5, 0, 2]), ([9, 0, 0], [2, 2, 5])]
 
 
-def graphs_of_two_inputs(function: Callable[..., Tensor], cuts: list[tuple[list[int], list[int]]]) -> int:
-    """Compile a function of two tensors, compare values and gradients for each pair of cuts, and count the graphs."""
+def graphs_of_two_inputs(function: Callable[..., Tensor], partitions: list[tuple[list[int], list[int]]]) -> int:
+    """Compile a function of two tensors, compare values and gradients for each pair of partitions, and count the graphs."""
     mesh = mesh_1d()
     run, counter = counted(function, "aot_eager")
-    for pair in cuts:
+    for pair in partitions:
         full = [torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True) for sizes in pair]
-        cut = [sharded(x.detach(), sizes, mesh).requires_grad_() for x, sizes in zip(full, pair, strict=True)]
-        out, expected = run(*cut), function(*full)
+        partition = [sharded(x.detach(), sizes, mesh).requires_grad_() for x, sizes in zip(full, pair, strict=True)]
+        out, expected = run(*partition), function(*full)
         torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
         out.square().sum().backward(), expected.square().sum().backward()
-        for x, y in zip(cut, full, strict=True):
+        for x, y in zip(partition, full, strict=True):
             torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)
     same_everywhere(counter.frame_count)
     return counter.frame_count
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("cuts", often([EQUAL_FIRST, DIFFERENT_FIRST], 1))
-def test_two_inputs_whose_cuts_are_sometimes_equal(cuts: list[tuple[list[int], list[int]]]) -> None:
+@pytest.mark.parametrize("partitions", often([EQUAL_FIRST, DIFFERENT_FIRST], 1))
+def test_two_inputs_whose_partitions_are_sometimes_equal(partitions: list[tuple[list[int], list[int]]]) -> None:
     def combined(x: Tensor, y: Tensor) -> Tensor:
         return (x * y).softmax(0) + torch.cat([x, y], 1)[:, 1:4] + torch.where(x > 0, y, x)
 
     # Equal or not: that is a difference in what is communicated.
-    assert graphs_of_two_inputs(combined, cuts) == 2
+    assert graphs_of_two_inputs(combined, partitions) == 2
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_two_inputs_that_never_meet_may_be_cut_alike_first_and_otherwise_later() -> None:
+def test_two_inputs_that_never_meet_may_be_partition_alike_first_and_otherwise_later() -> None:
     def apart(x: Tensor, y: Tensor) -> Tensor:
         return x.softmax(0).square().sum(0) + y.cos().T @ torch.cat([y, 2 * y]).split(y.shape[0])[1] @ x.mean(0)
 
@@ -188,7 +188,7 @@ def test_sharded_results_feed_the_next_compiled_function(backend: str) -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_a_gradient_with_another_cut_is_brought_to_the_output() -> None:
+def test_a_gradient_with_another_partition_is_brought_to_the_output() -> None:
     mesh = mesh_1d()
     weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     run, _ = counted(lambda x: torch.tanh(x @ weight), "aot_eager")
@@ -237,15 +237,15 @@ def test_crossings_inside_a_compiled_function(backend: str) -> None:
     for sizes in ([5, 0, 2], [1, 1, 9], [0, 4, 0]):
         full = torch.randn(sum(sizes), 4, dtype=torch.float64)
         x = sharded(full, sizes, mesh).requires_grad_()
-        total, running, columns, back, block = run(x)
+        total, running, columns, back, shard = run(x)
         torch.testing.assert_close(total, (2 * full).sum(0), **TIGHT)
         torch.testing.assert_close(running, (2 * full).cumsum(0), **TIGHT)
         torch.testing.assert_close(columns.full_tensor(), (2 * full).sin(), **TIGHT)
         torch.testing.assert_close(back.full_tensor(), 2 * full, **TIGHT)
-        torch.testing.assert_close(block, mine(2 * full + 1, sizes), **TIGHT)
+        torch.testing.assert_close(shard, mine(2 * full + 1, sizes), **TIGHT)
         assert columns.placements == (Shard(1),) and columns.sharding.sizes(1) == (2, 2, 0)
         # All results: PyTorch refuses a backward from some of a compiled function's subclass outputs (172556).
-        torch.autograd.backward([t.sum() for t in (total, running, columns, back, block)])
+        torch.autograd.backward([t.sum() for t in (total, running, columns, back, shard)])
         below = torch.arange(len(full), 0, -1, dtype=torch.float64)[:, None]
         expected = 2 + 2 * below + 2 * (2 * full).cos() + 2 + 2
         torch.testing.assert_close(x.grad.full_tensor(), expected, **TIGHT)
@@ -254,15 +254,15 @@ def test_crossings_inside_a_compiled_function(backend: str) -> None:
 
 
 @pytest.mark.ranks(4, processes=False)
-def test_two_mesh_dims_with_changing_cuts() -> None:
+def test_two_mesh_dims_with_changing_partitions() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     run, counter = counted(lambda x: torch.relu(x @ weight).sum(0), "aot_eager")
     i, j = mesh.get_coordinate()
     for rows, columns in (([3, 4], [2, 4]), ([0, 5], [5, 1]), ([1, 1], [6, 0])):
         full = torch.randn(sum(rows), 6, dtype=torch.float64)
-        block = full.split(rows)[i].split(columns, 1)[j].clone()
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(0), Shard(1)], {0: rows, 1: columns})
+        shard = full.split(rows)[i].split(columns, 1)[j].clone()
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(0), Shard(1)], {0: rows, 1: columns})
         weight.grad = None
         out = run(x)
         out.sum().backward()
@@ -327,24 +327,24 @@ def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> No
         y = net(x)
         return (y.softmax(0) * x.sum(1, keepdim=True)).sum() + y.square().mean()
 
-    def whole(block: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes} if stated else "infer")
+    def whole(shard: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: sizes} if stated else "infer")
         moved = x.redistribute(placements=[Shard(1)]).redistribute(placements=[Replicate()])
         return loss_of(model, x).full_tensor(), moved.to_local()
 
     run, counter = counted(whole, backend)
     for sizes in ([4, 2, 5], [2, 7, 3], [6, 2, 2]):
         full = torch.randn(sum(sizes), 3, dtype=torch.float64)
-        block = mine(full, sizes).requires_grad_()
-        torch._dynamo.maybe_mark_dynamic(block, 0)
+        shard = mine(full, sizes).requires_grad_()
+        torch._dynamo.maybe_mark_dynamic(shard, 0)
         model.zero_grad(), reference.zero_grad()
-        loss, moved = run(block, sizes if stated else [])
+        loss, moved = run(shard, sizes if stated else [])
         torch.testing.assert_close(moved, full, rtol=0, atol=0)
         expected_input = full.clone().requires_grad_()
         expected = loss_of(reference, expected_input)
         loss.backward(), expected.backward()
         torch.testing.assert_close(loss, expected, **TIGHT)
-        torch.testing.assert_close(block.grad, mine(expected_input.grad, sizes), **TIGHT)
+        torch.testing.assert_close(shard.grad, mine(expected_input.grad, sizes), **TIGHT)
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-8, atol=1e-12)
     assert counter.frame_count == (2 if stated else 1)  # Dynamo takes numbers for constants until they change
@@ -354,7 +354,7 @@ def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> No
 @pytest.mark.ranks(2, timeout=120)  # the current mesh is one for all threads
 def test_the_current_mesh_is_the_default_inside_a_compiled_function() -> None:
     meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["a"], mesh_1d()
-    run, counter = counted(lambda block: sc.ShardTensor.from_local(block, placements=[Shard(0)]).sum(), "aot_eager")
+    run, counter = counted(lambda shard: sc.ShardTensor.from_local(shard, placements=[Shard(0)]).sum(), "aot_eager")
     for current in (*meshes, *meshes):
         with current:
             torch.testing.assert_close(run(torch.ones(2 + rank(), 3)).full_tensor(), torch.tensor(15.0))
@@ -365,15 +365,15 @@ def test_the_current_mesh_is_the_default_inside_a_compiled_function() -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function() -> None:
+def test_shards_that_do_not_belong_together_are_found_inside_a_compiled_function() -> None:
     mesh = mesh_1d()
 
-    def total(block: Tensor) -> Tensor:
-        return sc.ShardTensor.from_local(block, mesh, [Shard(0)]).sum().full_tensor()
+    def total(shard: Tensor) -> Tensor:
+        return sc.ShardTensor.from_local(shard, mesh, [Shard(0)]).sum().full_tensor()
 
     run = torch.compile(total, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(run(torch.ones(rank(), 2)), torch.tensor(6.0))
-    with pytest.raises(sc.ShardError, match=r"the blocks do not belong together"):
+    with pytest.raises(sc.ShardError, match=r"the shards do not belong together"):
         run(torch.ones(2, 3 if rank() == 1 else 2))
     torch.testing.assert_close(run(torch.ones(rank(), 2)), torch.tensor(6.0))
 
@@ -386,38 +386,38 @@ def test_inputs_with_gradients_compile_alike_on_ranks_with_and_without_rows(dyna
     compiled = torch.compile(lambda x: net(x).softmax(0), fullgraph=True, dynamic=dynamic, backend=counter)
     for sizes in ([6, 0, 5], [1, 2, 3], [0, 0, 4], [9, 1, 1]):
         full = torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True)
-        block = full.detach().split(sizes)[rank()].clone().requires_grad_()
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes})
+        shard = full.detach().split(sizes)[rank()].clone().requires_grad_()
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: sizes})
         assert x.requires_grad and not x._local_tensor.requires_grad
         compiled(x).square().sum().backward()
         net(full).softmax(0).square().sum().backward()
-        torch.testing.assert_close(block.grad, full.grad.split(sizes)[rank()], **TIGHT)
+        torch.testing.assert_close(shard.grad, full.grad.split(sizes)[rank()], **TIGHT)
     same_everywhere(counter.frame_count)
     assert counter.frame_count <= 2
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
-def test_blocks_that_first_have_no_columns_compile_once(backend: str) -> None:
+def test_shards_that_first_have_no_columns_compile_once(backend: str) -> None:
     mesh = mesh_1d()
     run, counter = counted(lambda x: (x.sin() * 2).softmax(1).square().sum(), backend)
     for sizes in ([2, 0, 2], [0, 1, 3], [4, 2, 0], [1, 1, 1]):
         full = torch.randn(5, sum(sizes), dtype=torch.float64, requires_grad=True)
-        block = mine(full.detach(), sizes, 1).requires_grad_()
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: sizes})
+        shard = mine(full.detach(), sizes, 1).requires_grad_()
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(1)], {0: sizes})
         loss = run(x)
         loss.backward()
         expected = (full.sin() * 2).softmax(1).square().sum()
         expected.backward()
         torch.testing.assert_close(loss.full_tensor(), expected, **TIGHT)
-        torch.testing.assert_close(block.grad, full.grad.split(sizes, 1)[rank()], **TIGHT)
+        torch.testing.assert_close(shard.grad, full.grad.split(sizes, 1)[rank()], **TIGHT)
     assert counter.frame_count == 1
     same_everywhere(counter.frame_count)
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
-def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
+def test_shards_that_are_views_at_any_offset_compile_once(backend: str) -> None:
     mesh = mesh_1d()
     run, counter = counted(lambda x: x - x.mean(0, keepdim=True), backend)
     for sizes in ([4, 1, 2], [0, 7, 0], [1, 1, 5], [3, 3, 3], [0, 0, 1], [10, 20, 3]):
@@ -425,7 +425,7 @@ def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
         x = sc.ShardTensor.from_local(full.split(sizes)[rank()], mesh, [Shard(0)], {0: sizes})
         torch.testing.assert_close(run(x).full_tensor(), full - full.mean(0, keepdim=True), **TIGHT)
     same_everywhere(counter.frame_count)
-    assert counter.frame_count <= 2  # an extent of 1 has a graph of its own
+    assert counter.frame_count <= 2  # an size of 1 has a graph of its own
 
 
 @pytest.mark.ranks(2, timeout=200, processes=False)
@@ -465,7 +465,7 @@ NESTED = [Shard(1), Shard(1)]
         1,
     ),
 )
-def test_dims_cut_twice_are_redistributed_inside_a_compiled_function(before: list[Any], after: list[Any]) -> None:
+def test_dims_partition_twice_are_redistributed_inside_a_compiled_function(before: list[Any], after: list[Any]) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 7, 2, dtype=torch.float64)
 
@@ -477,7 +477,7 @@ def test_dims_cut_twice_are_redistributed_inside_a_compiled_function(before: lis
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
-def test_a_reduction_of_blocks_that_are_not_contiguous() -> None:
+def test_a_reduction_of_shards_that_are_not_contiguous() -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 5, 4, dtype=torch.float64)
 
@@ -500,18 +500,18 @@ def test_around_a_graph_break_ops_run_as_they_are() -> None:
         finally:
             pass
 
-    cut = sharded(x, [6, 1], mesh_1d()).requires_grad_()
+    partition = sharded(x, [6, 1], mesh_1d()).requires_grad_()
     x.requires_grad_()
-    out, expected = torch.compile(broken, backend="eager")(cut), broken(x)
+    out, expected = torch.compile(broken, backend="eager")(partition), broken(x)
     out.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(out.full_tensor(), expected)
-    torch.testing.assert_close(cut.grad.full_tensor(), x.grad)
+    torch.testing.assert_close(partition.grad.full_tensor(), x.grad)
 
 
 @pytest.mark.ranks(3, timeout=300)
 def test_one_function_for_many_placements_compiles_alike_on_every_rank() -> None:
-    """What was a block's size in one call is an extent in the next, and Dynamo remembers which numbers have changed."""
+    """What was a shard's size in one call is an size in the next, and Dynamo remembers which numbers have changed."""
     torch.manual_seed(0)
     mesh, full = mesh_1d(), [torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3)]
 
@@ -550,7 +550,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) -> None:
     mesh, view = mesh_1d(), VIEWS[name]
     run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
-    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [1, 1, 0], [3, 3, 3]):  # and views of an extent of 1
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [1, 1, 0], [3, 3, 3]):  # and views of an size of 1
         shape = (sum(sizes), 4) if dim == 0 else (4, sum(sizes))
         full = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         x = sharded(full.detach(), sizes, mesh, dim).requires_grad_()
@@ -624,7 +624,7 @@ IN_THE_MIDDLE: dict[str, Callable[[Tensor], Tensor]] = {
     often([("from the second on", "aot_eager"), *((n, "aot_eager") for n in IN_THE_MIDDLE), ("turned", "inductor")], 1),
 )
 def test_rows_of_the_middle_dim_are_one_graph_on_every_rank(name: str, backend: str) -> None:
-    """Such a slice leaves memory of a block unused, on the ranks alone that have rows which are left out."""
+    """Such a slice leaves memory of a shard unused, on the ranks alone that have rows which are left out."""
     once(torch._dynamo.reset)
     mesh, view = mesh_1d(), IN_THE_MIDDLE[name]
 
@@ -660,24 +660,24 @@ def test_a_compiled_function_writes_through_a_view_that_it_gets(name: str) -> No
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=200, processes=False)
-def test_a_slice_of_a_tensor_that_is_cut_twice_is_turned() -> None:
+def test_a_slice_of_a_tensor_that_is_partition_twice_is_turned() -> None:
     run, counter = counted(lambda x: x[None, :-1].permute([2, 1, 0]), "aot_eager")
     i, j = mesh().get_coordinate()
     for rows, columns in (([0, 2], [3, 3]), ([1, 3], [0, 4]), ([2, 2], [1, 3]), ([5, 0], [1, 1])):
         full = torch.randn(sum(rows), sum(columns), dtype=torch.float64, requires_grad=True)
-        block = full.detach().split(rows)[i].split(columns, 1)[j].clone()
-        placed = sc.ShardTensor.from_local(block, mesh(), [Shard(0), Shard(1)], {0: rows, 1: columns})
+        shard = full.detach().split(rows)[i].split(columns, 1)[j].clone()
+        placed = sc.ShardTensor.from_local(shard, mesh(), [Shard(0), Shard(1)], {0: rows, 1: columns})
         x = placed.detach().requires_grad_()
         out, expected = run(x), full[None, :-1].permute([2, 1, 0])
         torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
         out.square().sum().backward(), expected.square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
     same_everywhere(counter.frame_count)
-    assert counter.frame_count == 2  # one for the slice of extent 1
+    assert counter.frame_count == 2  # one for the slice of size 1
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=200, processes=False)
-def test_an_extent_that_a_view_works_out_is_broadcast_where_it_is_one() -> None:
+def test_an_size_that_a_view_works_out_is_broadcast_where_it_is_one() -> None:
     def least(x: Tensor, y: Tensor) -> Tensor:
         return torch.minimum(x.view(-1, 1, 2), y.reshape(2, 1, 1))
 
@@ -692,13 +692,15 @@ def test_an_extent_that_a_view_works_out_is_broadcast_where_it_is_one() -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_where_a_block_starts_is_refused_in_a_graph_and_sizes_of_an_input_are_known() -> None:
+def test_where_a_shard_starts_is_refused_in_a_graph_and_sizes_of_an_input_are_known() -> None:
     mesh = mesh_1d()
     scaled = torch.compile(lambda x: x * x.sharding.sizes(0)[0], fullgraph=True, backend="aot_eager")
     for sizes in ([2, 0, 3], [1, 1, 4], [0, 5, 0], [3, 3, 1]):
         full = torch.randn(sum(sizes), 3)
         torch.testing.assert_close(scaled(sharded(full, sizes, mesh)).full_tensor(), full * sizes[0])
-    with pytest.raises(Exception, match=r"offsets\(\) of .* inside a compiled function: one graph serves every cut"):
+    with pytest.raises(
+        Exception, match=r"offsets\(\) of .* inside a compiled function: one graph serves every partition"
+    ):
         torch.compile(lambda x: x * x.offsets(0), backend="aot_eager")(sharded(torch.randn(5, 3), [2, 0, 3], mesh))
 
 
@@ -715,31 +717,31 @@ def test_arithmetic_with_a_size_that_is_a_symbol() -> None:
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0)
 
 
-def _same_for_every_width(mesh: DeviceMesh, cut: bool, counter: CompileCounterWithBackend) -> None:
+def _same_for_every_width(mesh: DeviceMesh, partition: bool, counter: CompileCounterWithBackend) -> None:
     def function(x: Any) -> Any:
         return (x * x.shape[1]).sin().sum(0)
 
     run = torch.compile(function, fullgraph=True, backend=counter)
     for width in (4, 6, 7):
         full = torch.randn(5, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
-        sizes = {"sharding_shapes": {0: [4, 1]}} if cut else {}
-        x: Any = sc.distribute_tensor(full, mesh, [Shard(0) if cut else Replicate()], **sizes)
+        sizes = {"sharding_shapes": {0: [4, 1]}} if partition else {}
+        x: Any = sc.distribute_tensor(full, mesh, [Shard(0) if partition else Replicate()], **sizes)
         torch._dynamo.maybe_mark_dynamic(x, 1)
         torch.testing.assert_close(run(x).full_tensor(), function(full))
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_dim_that_a_user_marks_as_dynamic_has_one_graph(cut: bool) -> None:
+@pytest.mark.parametrize("partition", [False, True])
+def test_a_dim_that_a_user_marks_as_dynamic_has_one_graph(partition: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     with LocalRanks(2, processes=False) as ranks:
-        ranks(_same_for_every_width, cut, counter)
+        ranks(_same_for_every_width, partition, counter)
     assert counter.frame_count == 1
 
 
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize(("backend", "wide"), often([("inductor", 32), ("aot_eager", 32), ("inductor", 4)], 1))
 def test_columns_whose_number_is_a_formula_of_the_rows(backend: str, wide: int) -> None:
-    """A view asks whether the block has elements: its rows times the formula. Some rank has no row, or one."""
+    """A view asks whether the shard has elements: its rows times the formula. Some rank has no row, or one."""
 
     def run(x: Any) -> Any:
         rows = x.shape[1]

@@ -36,7 +36,7 @@ FINDINGS = {
         [Input("a0", (2, 2, 12, 6), "S(2)", {0: [8, 4]}, grad=True)],
         ["v0 = F.conv2d(a0, weight(3, 2, 2, 2), stride=2)", "v1 = torch.cat([v0.movedim(1, 3)], 1)"],
     ),
-    "the last chunk has one row, by an extent that varies": Finding(
+    "the last chunk has one row, by an size that varies": Finding(
         "aot_eager",
         (2, 2),
         [Input("a0", (2, 7), "R S(1)", {1: [6, 1]}), Input("a1", (5, 2), dtype="float32", seed=211880)],
@@ -60,7 +60,7 @@ FINDINGS = {
         [Input("a0", (1, 2, 1), "S(2)", {0: [1, 0]}, grad=True)],
         ["v0 = a0.amax([-2, -1], False)", "v1 = v0.index_add(0, torch.arange(1), v0)"],
     ),
-    "ranks with and without rows of known blocks start collectives in one order": Finding(
+    "ranks with and without rows of known shards start collectives in one order": Finding(
         "shardcompile",
         (2, 2),
         [
@@ -85,10 +85,10 @@ FINDINGS = {
             *("v1[..., 1:] += a2.sum()", "v4 = F.mse_loss(v0, a2.expand_as(v0))"),
         ],
     ),
-    "the own block of the only row": Finding(
+    "the local shard of the only row": Finding(
         "shardcompile", (3,), [Input("a0", (1, 4), "P(sum)")], ["v0 = a0.sigmoid()", 'v1 = to(v0, "S(0)")']
     ),
-    "a softmax along a cut dim, of blocks of one row": Finding(
+    "a softmax along a sharded dim, of shards of one row": Finding(
         "shardcompile",
         (2, 2),
         [Input("a0", (2, 3), "S(1) S(0)", {0: [1, 2], 1: [1, 1]}, grad=True)],
@@ -123,13 +123,13 @@ FINDINGS = {
         [Input("a0", (7, 3, 7), "S(0) S(1)", {0: [2, 5], 1: [3, 0]}), Input("a1", (), grad=True)],
         ["a0.copy_(a1)", "v0 = a0.mT"],
     ),
-    "what is written to a sharded input is used afterwards, and is of its cut": Finding(
+    "what is written to a sharded input is used afterwards, and is of its partition": Finding(
         "aot_eager",
         (3,),
         [Input("a0", (7, 3), "S(0)", {0: [2, 0, 5]}), Input("a1", (7, 3), "S(0)", {0: [1, 5, 1]}, grad=True)],
         ["a0.mul_(a1.sin())", "v0 = a0[1:]", "v1 = a1.cos()"],
     ),
-    "an extent is one by a formula, and is joined with others": Finding(
+    "an size is one by a formula, and is joined with others": Finding(
         "aot_eager",
         (3,),
         [Input("a0", (4,), "S(0)", {0: [0, 2, 2]}), Input("a1", (4,)), Input("a2", (4,), seed=1037659)],
@@ -138,7 +138,7 @@ FINDINGS = {
             "v3 = torch.stack([v2, a0], 1)",
         ],
     ),
-    "a view is given a size of its own where the block has rows": Finding(
+    "a view is given a size of its own where the shard has rows": Finding(
         "aot_eager_decomp_partition",
         (2,),
         [Input("a1", (7, 4), "S(1)", {0: [0, 4]}), Input("a2", (1, 1), grad=True)],
@@ -157,13 +157,13 @@ FINDINGS = {
             *("v2 = F.pad(v1, [-1, 2, -1, -1], value=0.5)", "v3 = F.softplus(a1)"),
         ],
     ),
-    "dims are flattened that have one of extent 1 between them": Finding(
+    "dims are flattened that have one of size 1 between them": Finding(
         "aot_eager_decomp_partition",
         (2, 2),
         [Input("a0", (2, 1, 4), "S(1) S(2)", {0: [0, 1], 1: [4, 0]}, grad=True)],
         ["v1 = a0[:, :, :6]", "v4 = v1.flatten(0, 2)"],
     ),
-    "dims of extent 1 are flattened of which two are cut": Finding(
+    "dims of size 1 are flattened of which two are sharded": Finding(
         "aot_eager",
         (2, 2),
         [Input("a1", (1, 1, 1), "S(2) S(0)", {1: [0, 1], 0: [0, 1]}, grad=True)],
@@ -175,7 +175,7 @@ FINDINGS = {
         [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)],
         ["v0 = torch.stack([a0, a0], 1)", "v1 = v0 * 2"],
     ),
-    "an assert names an extent that another one has replaced": Finding(
+    "an assert names an size that another one has replaced": Finding(
         "shardcompile",
         (4,),
         [
@@ -200,9 +200,9 @@ def _judge(program: Program, backend: str) -> Found:
 
 
 LONG = (
-    "an assert names an extent that another one has replaced",
+    "an assert names an size that another one has replaced",
     "a slice that ends behind the last row, of rows that vary",
-    "ranks with and without rows of known blocks start collectives in one order",
+    "ranks with and without rows of known shards start collectives in one order",
     "a rank without rows sends constants, which are equal",
     "a largest row that comes back from its integers is written to",
 )
@@ -219,7 +219,7 @@ def test_it_is_right_now(name: str) -> None:
     assert told.kind == RIGHT, told
 
 
-def test_an_extent_of_one_is_broadcast_where_dynamo_has_seen_another_and_traces_again() -> None:
+def test_an_size_of_one_is_broadcast_where_dynamo_has_seen_another_and_traces_again() -> None:
     """In the second trace it was a symbol, which a trace does not take for 1."""
     of_others = Program(
         (2, 2),
@@ -294,11 +294,11 @@ NUMBERS: dict[str, Callable[[Any], list[Any]]] = {
     "condition": lambda x: [x * 2 if 4 < x.shape[0] < 6 else x * 3],
     "plain tensor": lambda x: [x + torch.arange(5.0 + (x.shape[0] == 6), dtype=torch.float64)],
 }
-"""Ways for an extent to become a number in a trace, by rows of which there are 5 or 6."""
+"""Ways for an size to become a number in a trace, by rows of which there are 5 or 6."""
 
 
 def _by_a_number(way: Callable[[Any], list[Any]]) -> Callable[..., list[Any]]:
-    """Results that have the extent, made before and after it is a number, and an input that is written to."""
+    """Results that have the size, made before and after it is a number, and an input that is written to."""
 
     def function(x: Any, y: Any) -> list[Any]:
         before = x.sin()
@@ -309,16 +309,16 @@ def _by_a_number(way: Callable[[Any], list[Any]]) -> Callable[..., list[Any]]:
     return function
 
 
-def _states_extents(mesh: DeviceMesh, function: Callable[..., list[Any]], backend: str, grad: bool) -> None:
+def _states_sizes(mesh: DeviceMesh, function: Callable[..., list[Any]], backend: str, grad: bool) -> None:
     run = once(lambda: torch.compile(function, fullgraph=True, backend=backend))
     for rows, columns in [(3, 6), (2, 5), (3, 5)]:
         dist.barrier()  # ranks share the function
         generator = torch.Generator().manual_seed(columns)
         full = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((columns,), (rows, columns))]
-        cuts = [[2, columns - 2], [rows - 1, 1]]
+        partitions = [[2, columns - 2], [rows - 1, 1]]
         x, y = (
             sc.ShardTensor.from_local(f.split(c)[rank()].clone(), mesh, [Shard(0)], {0: c})
-            for f, c in zip(full, cuts, strict=True)
+            for f, c in zip(full, partitions, strict=True)
         )
         plain, written = full[0].requires_grad_(grad), full[1]
         results, wanted = run(x.requires_grad_(grad), y), function(plain, written)
@@ -333,7 +333,7 @@ def _states_extents(mesh: DeviceMesh, function: Callable[..., list[Any]], backen
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(("way", "backend"), often([(w, b) for b in ("aot_eager", "inductor") for w in NUMBERS], 1))
-def test_results_state_an_extent_that_becomes_a_number(way: str, backend: str, grad: bool) -> None:
+def test_results_state_an_size_that_becomes_a_number(way: str, backend: str, grad: bool) -> None:
     """What AOTAutograd has counted as a symbol the recorded graph does not return."""
     with LocalRanks(2, processes=False) as ranks:
-        ranks(_states_extents, _by_a_number(NUMBERS[way]), backend, grad)
+        ranks(_states_sizes, _by_a_number(NUMBERS[way]), backend, grad)

@@ -1,4 +1,4 @@
-"""Functions that combine families of operators under Inductor: one graph on every rank for every cut, right gradients."""
+"""Functions that combine families of operators under Inductor: one graph on every rank for every partition, right gradients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import shardcompile as sc
 from shardcompile.demo.model import relative_l2
 from shardcompile.testing import once, rank, world_size
 
-CUTS = ([5, 0, 2], [1, 6, 4], [3, 3, 3], [0, 1, 12])
-"""An empty block, a block of one, even blocks, both extremes; extents differ."""
+PARTITIONS = ([5, 0, 2], [1, 6, 4], [3, 3, 3], [0, 1, 12])
+"""An empty shard, a shard of one, even shards, both extremes; sizes differ."""
 
 
 BACKENDS = pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
@@ -29,25 +29,25 @@ def agrees_with_plain(
     function: Callable[..., Tensor],
     make: Callable[[int], Sequence[Tensor]],
     parameters: Sequence[Tensor] = (),
-    cuts: Sequence[list[int]] = CUTS,
+    partitions: Sequence[list[int]] = PARTITIONS,
     backend: str = "inductor",
 ) -> None:
-    """Compile a function of tensors with n rows, and compare values and all gradients for every cut of the rows.
+    """Compile a function of tensors with n rows, and compare values and all gradients for every partition of the rows.
 
     Args:
         function: of the tensors, then of the parameters; gives one tensor.
         make: the full tensors for n rows.
         parameters: plain ones.
-        cuts: block sizes, call by call.
+        partitions: shard sizes, call by call.
         backend: of `torch.compile`.
     """
     mesh = init_device_mesh("cpu", (world_size(),))
     counter = once(lambda: CompileCounterWithBackend(backend))
     compiled = torch.compile(function, fullgraph=True, backend=counter)
-    for sizes in cuts:
+    for sizes in partitions:
         full = [x.requires_grad_(x.is_floating_point()) for x in make(sum(sizes))]
-        blocks = [x.detach().split(sizes)[rank()].clone() for x in full]
-        inputs = [sc.ShardTensor.from_local(b, mesh, [Shard(0)], {0: sizes}).detach() for b in blocks]
+        shards = [x.detach().split(sizes)[rank()].clone() for x in full]
+        inputs = [sc.ShardTensor.from_local(b, mesh, [Shard(0)], {0: sizes}).detach() for b in shards]
         inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
         ours = [p.detach().clone().requires_grad_() for p in parameters]
         theirs = [p.detach().clone().requires_grad_() for p in parameters]
@@ -118,7 +118,7 @@ def test_split_and_unbind_and_stack_and_products(backend: str) -> None:
 @BACKENDS
 def test_embedding_and_attention_and_cross_entropy(backend: str) -> None:
     def classify(tokens: Tensor, classes: Tensor, table: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
-        x = nnf.embedding(tokens, table)  # [n, 5, 4], the batch is cut
+        x = nnf.embedding(tokens, table)  # [n, 5, 4], the batch is sharded
         heads = [h.unflatten(-1, (2, 2)).transpose(1, 2) for h in nnf.linear(x, qkv).chunk(3, -1)]
         attended = nnf.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
         return nnf.cross_entropy(nnf.linear(attended.mean(1), out), classes)
@@ -131,7 +131,7 @@ def test_embedding_and_attention_and_cross_entropy(backend: str) -> None:
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @BACKENDS
-def test_flattened_rows_are_cut_alike(backend: str) -> None:
+def test_flattened_rows_are_partition_alike(backend: str) -> None:
     def flattened(x: Tensor, y: Tensor) -> Tensor:
         flat = x.flatten() * y.flatten(0, 1).flatten()
         return flat.view(-1, 2, 3).sum(1).cumsum(1).sigmoid().sum(0) + flat.view(-1, 6).amax(1).sum()
@@ -145,21 +145,25 @@ def test_gradient_of_a_column_of_weights(backend: str) -> None:
     def loss(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return relative_l2((x @ weight).squeeze(-1), y)
 
-    cuts = ([422, 362], [369, 193])
-    agrees_with_plain(loss, lambda n: [random(n, 5), random(n)], [random(5, 1)], cuts, backend=backend)
+    partitions = ([422, 362], [369, 193])
+    agrees_with_plain(loss, lambda n: [random(n, 5), random(n)], [random(5, 1)], partitions, backend=backend)
 
 
 @pytest.mark.ranks(3, timeout=100, processes=False)
 @BACKENDS
-def test_strides_that_a_block_of_one_row_makes_equal(backend: str) -> None:
+def test_strides_that_a_shard_of_one_row_makes_equal(backend: str) -> None:
     # Inductor sorts the strides of a matrix product's factors; a guard from that would hold on some ranks only.
     agrees_with_plain(
-        lambda x, weight: weight @ x.mT, lambda n: [random(n, 0)], [random(5, 0)], [[9, 1, 0], *CUTS], backend=backend
+        lambda x, weight: weight @ x.mT,
+        lambda n: [random(n, 0)],
+        [random(5, 0)],
+        [[9, 1, 0], *PARTITIONS],
+        backend=backend,
     )
 
 
 def mixed_modes(x: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
-    """A block of a neural operator in Fourier space: modes of an image, kept ones through a small complex network."""
+    """A shard of a neural operator in Fourier space: modes of an image, kept ones through a small complex network."""
     images, height, width, channels = x.shape
     modes = torch.fft.rfft2(x, dim=(1, 2), norm="ortho").reshape(images, height, width // 2 + 1, 2, channels // 2)
     kept = int((height // 2 + 1) * 1.0)
@@ -185,17 +189,17 @@ def mixed_modes(x: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, se
 
 @pytest.mark.nightly
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("cuts", [[[3, 0, 2], [0, 1, 4]], [[3, 0, 2], [1, 4, 3], [0, 1, 7], [2, 2, 2]]], ids=str)
+@pytest.mark.parametrize("partitions", [[[3, 0, 2], [0, 1, 4]], [[3, 0, 2], [1, 4, 3], [0, 1, 7], [2, 2, 2]]], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_modes_of_images_that_are_cut_along_their_height(cuts: list[list[int]], backend: str) -> None:
+def test_modes_of_images_that_are_partition_along_their_height(partitions: list[list[int]], backend: str) -> None:
     mesh = init_device_mesh("cpu", (world_size(),))
     weights = [random(2, 2, 2, 3), random(2, 2, 3), random(2, 2, 3, 2), random(2, 2, 2)]
     counter = once(lambda: CompileCounterWithBackend(backend))
     run = torch.compile(mixed_modes, fullgraph=True, backend=counter)
-    for sizes in cuts:
+    for sizes in partitions:
         full = random(2, sum(sizes), 6, 4).requires_grad_()
-        block = full.detach().split(sizes, 1)[rank()].clone()
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: sizes}).detach().requires_grad_()
+        shard = full.detach().split(sizes, 1)[rank()].clone()
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(1)], {0: sizes}).detach().requires_grad_()
         ours, theirs = ([w.clone().requires_grad_() for w in weights] for _ in range(2))
         out, expected = run(x, *ours), mixed_modes(full, *theirs)
         torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
@@ -206,4 +210,4 @@ def test_modes_of_images_that_are_cut_along_their_height(cuts: list[list[int]], 
     counts = [None] * world_size()
     dist.all_gather_object(counts, counter.frame_count)
     # Dynamo takes `kept` for a constant, so that there is a graph for each height; the same on all ranks.
-    assert counts == [len({sum(sizes) for sizes in cuts})] * world_size(), counts
+    assert counts == [len({sum(sizes) for sizes in partitions})] * world_size(), counts

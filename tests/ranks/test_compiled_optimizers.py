@@ -1,4 +1,4 @@
-"""Optimizers whose step is compiled, on parameters in blocks, and parameters that meet inputs in a compiled function."""
+"""Optimizers whose step is compiled, on parameters sharded, and parameters that meet inputs in a compiled function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import shardcompile as sc
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.testing import rank, world_size
 
-CUTS = [[5, 3, 0], [4, 0, 4], [8, 0, 0]]
+PARTITIONS = [[5, 3, 0], [4, 0, 4], [8, 0, 0]]
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -48,10 +48,12 @@ def sharded(full: Tensor, sizes: list[int], mesh: DeviceMesh) -> sc.ShardTensor:
 
 
 def parameters(mesh: DeviceMesh) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters in blocks, each cut in its own way, and the same ones whole."""
+    """Parameters sharded, each partition in its own way, and the same ones whole."""
     torch.manual_seed(0)
-    full = [torch.randn(8, 3, dtype=torch.float64) for _ in CUTS]
-    return [nn.Parameter(sharded(f, s, mesh)) for f, s in zip(full, CUTS, strict=True)], [*map(nn.Parameter, full)]
+    full = [torch.randn(8, 3, dtype=torch.float64) for _ in PARTITIONS]
+    return [nn.Parameter(sharded(f, s, mesh)) for f, s in zip(full, PARTITIONS, strict=True)], [
+        *map(nn.Parameter, full)
+    ]
 
 
 def compiled(function: Callable[..., Any], **how: Any) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
@@ -67,7 +69,7 @@ def test_compiled_steps_equal_those_of_one_process(name: str) -> None:
     steps = [compiled(OPTIMIZERS[name](p).step) for p in (mine, whole)]
     graphs = []
     for _ in range(4):
-        for p, q, sizes in zip(mine, whole, CUTS, strict=True):
+        for p, q, sizes in zip(mine, whole, PARTITIONS, strict=True):
             q.grad = torch.randn_like(q)
             p.grad = sharded(q.grad, sizes, mesh_1d())
         for step, _counter in steps:
@@ -75,12 +77,12 @@ def test_compiled_steps_equal_those_of_one_process(name: str) -> None:
         for p, q in zip(mine, whole, strict=True):
             torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
         graphs.append([counter.frame_count for _, counter in steps])
-    assert all(of_blocks == of_whole for of_blocks, of_whole in graphs), graphs
+    assert all(of_shards == of_whole for of_shards, of_whole in graphs), graphs
     assert graphs[1:] == graphs[1:2] * 3, "compiled again after the second step"
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_a_parameter_meets_inputs_that_are_cut_as_it_is_and_otherwise() -> None:
+def test_a_parameter_meets_inputs_that_are_partition_as_it_is_and_otherwise() -> None:
     mesh = mesh_1d()
     (p, *_), (q, *_) = parameters(mesh)
 
@@ -91,7 +93,7 @@ def test_a_parameter_meets_inputs_that_are_cut_as_it_is_and_otherwise() -> None:
         return (p * x).sin() * p
 
     run, counter = compiled(product, fullgraph=True)
-    for sizes in (CUTS[0], [0, 8, 0], CUTS[0], [1, 1, 6], [0, 0, 8]):
+    for sizes in (PARTITIONS[0], [0, 8, 0], PARTITIONS[0], [1, 1, 6], [0, 0, 8]):
         x = torch.randn_like(q).detach()
         out, expected = run(p, sharded(x, sizes, mesh)), product(q, x)
         torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
@@ -100,25 +102,27 @@ def test_a_parameter_meets_inputs_that_are_cut_as_it_is_and_otherwise() -> None:
         expected.square().sum().backward()
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, **TIGHT)
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
-    assert counter.frame_count == 2  # one for the parameter's cut, one for all others
+    assert counter.frame_count == 2  # one for the parameter's sharded, one for all others
 
 
-def with_parameters_in_blocks(net: nn.Sequential, mesh: DeviceMesh) -> None:
+def with_parameters_in_shards(net: nn.Sequential, mesh: DeviceMesh) -> None:
     for layer in net:
         for name, p in list(layer.named_parameters(recurse=False)):
-            cut = {0: [p.shape[0] - 1, 0, 1]}
-            setattr(layer, name, nn.Parameter(sc.distribute_tensor(p.detach(), mesh, [Shard(0)], sharding_shapes=cut)))
+            partition = {0: [p.shape[0] - 1, 0, 1]}
+            setattr(
+                layer, name, nn.Parameter(sc.distribute_tensor(p.detach(), mesh, [Shard(0)], sharding_shapes=partition))
+            )
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize(("name", "in_blocks"), often([("SGD", False), ("AdamW", True), ("AdamW", False)], 0))
-def test_whole_steps_with_graph_breaks(name: str, in_blocks: bool) -> None:
+@pytest.mark.parametrize(("name", "sharded_in_rows"), often([("SGD", False), ("AdamW", True), ("AdamW", False)], 0))
+def test_whole_steps_with_graph_breaks(name: str, sharded_in_rows: bool) -> None:
     torch.manual_seed(0)
     mesh = mesh_1d()
     whole = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     mine = copy.deepcopy(whole)
-    if in_blocks:
-        with_parameters_in_blocks(mine, mesh)
+    if sharded_in_rows:
+        with_parameters_in_shards(mine, mesh)
 
     def step_of(net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
         optimizer = OPTIMIZERS[name](net.parameters())
@@ -139,7 +143,7 @@ def test_whole_steps_with_graph_breaks(name: str, in_blocks: bool) -> None:
         loss = steps[0][0](*(sharded(x, sizes, mesh) for x in full))
         torch.testing.assert_close(loss.full_tensor(), steps[1][0](*full), **TIGHT)
         for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
-            ours = p.detach().full_tensor() if in_blocks else p.detach()  # type: ignore[attr-defined]
+            ours = p.detach().full_tensor() if sharded_in_rows else p.detach()  # type: ignore[attr-defined]
             torch.testing.assert_close(ours, q.detach(), **TIGHT)
         graphs.append(steps[0][1].frame_count)
     assert graphs[0] > 0 and graphs[1:] == graphs[1:2] * 4, "compiled again after the second step"

@@ -1,4 +1,4 @@
-"""Making sharded tensors: from blocks, from one rank, from factories, from files; and what is refused."""
+"""Making sharded tensors: from shards, from one rank, from factories, from files; and what is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES_2D: list[tuple[tuple[Placement, ...], dict[int, list[int]], list[tuple[sli
     ((R, R), {}, [(ALL, ALL)] * 4),
     ((S0, S0), {1: [2, 0, 1, 4]}, [(slice(a, b), ALL) for a, b in ((0, 2), (2, 2), (2, 3), (3, 7))]),
 ]
-"""Placements, sizes as `sharding_shapes`, and each rank's block of a 7 x 5 tensor on a 2 x 2 mesh."""
+"""Placements, sizes as `sharding_shapes`, and each rank's local shard of a 7 x 5 tensor on a 2 x 2 mesh."""
 
 
 # from_local
@@ -83,15 +83,15 @@ def test_from_local_on_one_mesh_dim():
         shape = [2, 3, 2]
         shape[dim] = sum(sizes)
         full = values(*shape)
-        block = full.split(sizes, dim)[rank()]
+        shard = full.split(sizes, dim)[rank()]
         shapes = [tuple(b.shape) for b in full.split(sizes, dim)]
         for stated in ("infer", {0: sizes}, {0: shapes}, {0: tuple(map(torch.Size, shapes))}):
             for run_check in (False, True):
-                x = ShardTensor.from_local(block, mesh, [Shard(dim)], stated, run_check=run_check)
+                x = ShardTensor.from_local(shard, mesh, [Shard(dim)], stated, run_check=run_check)
                 assert x.shape == full.shape and x.stride() == full.stride() and x.dtype == full.dtype
                 assert x.placements == (Shard(dim % 3),) and x.device_mesh is mesh and x.device.type == "cpu"
                 assert x.sharding.sizes(dim % 3) == tuple(sizes)
-                assert torch.equal(x.to_local(), block)
+                assert torch.equal(x.to_local(), shard)
                 assert torch.equal(x.full_tensor(), full)
                 offset = sum(sizes[: rank()])
                 assert x.offsets() == tuple(offset if d == dim % 3 else 0 for d in range(3))
@@ -102,8 +102,8 @@ def test_from_local_on_one_mesh_dim():
 @pytest.mark.ranks(2, 3, 4, processes=False)
 def test_from_local_in_chunks():
     mesh = mesh_1d()
-    for extent in (0, 1, 5, 8):
-        full = values(extent, 2)
+    for size in (0, 1, 5, 8):
+        full = values(size, 2)
         chunks = [*full.chunk(world_size()), *[full[:0]] * world_size()]
         for options in ({}, {"run_check": True}):
             x = ShardTensor.from_local(chunks[rank()], mesh, [S0], "chunk", global_shape=full.shape, **options)
@@ -114,11 +114,11 @@ def test_from_local_in_chunks():
 def test_from_local_on_two_mesh_dims():
     mesh, full = mesh_2d(), values(7, 5)
     for placements, sizes, slices in CASES_2D:
-        block = full[slices[rank()]]
+        shard = full[slices[rank()]]
         for stated, run_check in itertools.product(("infer", sizes), (False, True)):
-            x = ShardTensor.from_local(block, mesh, placements, stated, global_shape=(7, 5), run_check=run_check)
+            x = ShardTensor.from_local(shard, mesh, placements, stated, global_shape=(7, 5), run_check=run_check)
             assert x.placements == placements
-            assert torch.equal(x.to_local(), block) and torch.equal(x.full_tensor(), full)
+            assert torch.equal(x.to_local(), shard) and torch.equal(x.full_tensor(), full)
             for dim, s in enumerate(slices[rank()]):
                 assert x.offsets()[dim] == (s.start or 0)
     x = ShardTensor.from_local(full[slices[rank()]], mesh, (S0, S0), {0: [2, 0, 1, 4]})  # either mesh dim may be named
@@ -152,15 +152,15 @@ def test_the_current_mesh_is_the_default():
 def test_dtypes_and_memory():
     mesh = mesh_1d()
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
-        block = torch.arange(2 * (rank() + 1)).to(dtype).view(2, -1)
-        for local in (block, block.t().contiguous().t()):
+        shard = torch.arange(2 * (rank() + 1)).to(dtype).view(2, -1)
+        for local in (shard, shard.t().contiguous().t()):
             x = ShardTensor.from_local(local, mesh, [S1], run_check=True)
             assert x.dtype is dtype and x.stride() == (3, 1) and x.is_contiguous()
             assert torch.equal(x.to_local(), local)
-    block = torch.zeros(2)
-    x = ShardTensor.from_local(block, mesh, [S0])
+    shard = torch.zeros(2)
+    x = ShardTensor.from_local(shard, mesh, [S0])
     x.add_(1)
-    assert torch.equal(block, torch.ones(2))  # no copy, as with torch.from_numpy and DTensor
+    assert torch.equal(shard, torch.ones(2))  # no copy, as with torch.from_numpy and DTensor
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -168,16 +168,16 @@ def test_from_local_is_differentiable():
     mesh, sizes = mesh_1d(), SIZES[3]
     full, w = values(6, 2), values(6, 2)
     for stated in ("infer", {0: sizes}):
-        block = full.split(sizes)[rank()].clone().requires_grad_()
-        x = ShardTensor.from_local(block * 1, mesh, [S0], stated)
+        shard = full.split(sizes)[rank()].clone().requires_grad_()
+        x = ShardTensor.from_local(shard * 1, mesh, [S0], stated)
         assert not x.is_leaf and x.requires_grad
-        (gradient,) = torch.autograd.grad((x * x * ShardTensor.from_local(w, mesh)).sum(), block, create_graph=True)
+        (gradient,) = torch.autograd.grad((x * x * ShardTensor.from_local(w, mesh)).sum(), shard, create_graph=True)
         torch.testing.assert_close(gradient, (2 * full * w).split(sizes)[rank()])
-        (twice,) = torch.autograd.grad(gradient.sum(), block)
+        (twice,) = torch.autograd.grad(gradient.sum(), shard)
         torch.testing.assert_close(twice, (2 * w).split(sizes)[rank()])
-    block = full.clone().requires_grad_()
-    ShardTensor.from_local(block, mesh).sum().backward()
-    assert torch.equal(block.grad, torch.ones_like(full))  # replicated: every rank has the whole gradient
+    shard = full.clone().requires_grad_()
+    ShardTensor.from_local(shard, mesh).sum().backward()
+    assert torch.equal(shard.grad, torch.ones_like(full))  # replicated: every rank has the whole gradient
 
 
 # Autograd on the tensor itself
@@ -185,8 +185,8 @@ def test_from_local_is_differentiable():
 
 def leaf(*, requires_grad: bool = True) -> ShardTensor:
     sizes = SIZES[world_size()]
-    block = torch.arange(float(sum(sizes))).split(sizes)[rank()]
-    return ShardTensor.from_local(block.clone(), mesh_1d(), [S0], {0: sizes}).requires_grad_(requires_grad)
+    shard = torch.arange(float(sum(sizes))).split(sizes)[rank()]
+    return ShardTensor.from_local(shard.clone(), mesh_1d(), [S0], {0: sizes}).requires_grad_(requires_grad)
 
 
 @pytest.mark.ranks(2, processes=False)
@@ -376,17 +376,17 @@ def test_distribute_module():
     mesh, model = mesh_1d(), nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
     reference, names = copy.deepcopy(model), []
 
-    def cut_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def sharded_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         names.append(name)
         if name == "0":
             for key, p in list(module.named_parameters()):
-                cut = sc.distribute_tensor(p, mesh, [S0], sharding_shapes={0: [4, 1]})
-                module.register_parameter(key, nn.Parameter(cut))
+                partition = sc.distribute_tensor(p, mesh, [S0], sharding_shapes={0: [4, 1]})
+                module.register_parameter(key, nn.Parameter(partition))
 
     out = sc.distribute_module(
         model,
         mesh,
-        cut_rows,
+        sharded_rows,
         input_fn=lambda module, inputs, mesh: (ShardTensor.from_local(inputs[0], mesh),),
         output_fn=lambda module, outputs, mesh: outputs.full_tensor(),
     )
@@ -429,7 +429,7 @@ def test_factories():
     assert sc.full((5,), 1.0, requires_grad=True, **kwargs).requires_grad
     assert torch.equal(sc.ones(5, layout=torch.strided, **kwargs).full_tensor(), torch.ones(5))  # as DTensor's have it
     for make in (sc.zeros, functools.partial(sc.full, fill_value=1)):
-        with pytest.raises(sc.UnsupportedOpError, match=r"layout=torch.sparse_coo; blocks are dense"):
+        with pytest.raises(sc.UnsupportedOpError, match=r"layout=torch.sparse_coo; shards are dense"):
             make((5, 2), layout=torch.sparse_coo, **kwargs)
     assert sc.zeros(4, 3, device_mesh=mesh).placements == (R,)
     assert torch.equal(sc.ones(device_mesh=mesh).full_tensor(), torch.ones(()))
@@ -459,7 +459,7 @@ def test_factories_inside_a_compiled_function(backend: str):
         torch.testing.assert_close(stated.full_tensor(), torch.ones(7, 4).sin())
         out.sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), torch.full((sum(sizes), 2), 2.5, dtype=x.dtype))
-    # Another extent may compile once more, and so may [3, 3, 1]: that is torch.chunk's, as are the factories' results.
+    # Another size may compile once more, and so may [3, 3, 1]: that is torch.chunk's, as are the factories' results.
     assert once(graphs_compiled) - before <= 3
 
 
@@ -476,9 +476,9 @@ OF_KNOWN_SIZES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _check_factories_of_known_sizes(name: str, extents: Sequence[int]) -> None:
+def _check_factories_of_known_sizes(name: str, dim_sizes: Sequence[int]) -> None:
     function, mesh = OF_KNOWN_SIZES[name], mesh_1d()
-    for n in extents:  # 7: torch.chunk gives [3, 3, 1]; 6: all alike
+    for n in dim_sizes:  # 7: torch.chunk gives [3, 3, 1]; 6: all alike
         once(torch.compiler.reset)  # a size that has changed would be a symbol
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         full, parameter = once(lambda n=n: values(n, 3)), once(lambda n=n: values(n, 3))
@@ -524,7 +524,7 @@ def test_random_factories():
     mesh = mesh_1d()
     x = sc.rand(300, 2, device_mesh=mesh, placements=[S0], sharding_shapes={0: [100, 200]}).full_tensor()
     assert x.min() >= 0 and x.max() < 1 and 0.4 < x.mean() < 0.6
-    assert not torch.equal(x[:100], x[100:200])  # blocks are independent
+    assert not torch.equal(x[:100], x[100:200])  # shards are independent
     z = sc.randn(1000, device_mesh=mesh, placements=[S0]).full_tensor()
     assert z.mean().abs() < 0.2 and 0.8 < z.std() < 1.2
     same_on_all_ranks(sc.randn(5, device_mesh=mesh).to_local().tolist())
@@ -559,11 +559,11 @@ def test_repr_is_one_line():
     mesh = mesh_2d()
     sizes = SIZES[4]
     x = ShardTensor.from_local(torch.zeros(sizes[rank()], 2), mesh, [S0, S0])
-    block = f"({sizes[rank()]}, 2)"
-    assert repr(x) == str(x) == f"ShardTensor(f32[7, 2] a: S(0), b: S(0)[1,0,4,2], block {block})"
+    shard = f"({sizes[rank()]}, 2)"
+    assert repr(x) == str(x) == f"ShardTensor(f32[7, 2] a: S(0), b: S(0)[1,0,4,2], shard {shard})"
     y = ShardTensor.from_local(torch.ones(2, dtype=torch.int64), mesh, [P, R])
-    assert repr(y) == "ShardTensor(i64[2] a: P(sum), b: R, block (2,))"
-    assert repr(x.requires_grad_()).endswith(f"block {block}, requires_grad=True)")
+    assert repr(y) == "ShardTensor(i64[2] a: P(sum), b: R, shard (2,))"
+    assert repr(x.requires_grad_()).endswith(f"shard {shard}, requires_grad=True)")
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
     assert f"{x}" == repr(x)
     scalar = ShardTensor.from_local(torch.tensor(1.5), mesh)
@@ -686,12 +686,12 @@ def test_dtensors_of_another_mesh_are_refused():
 
 
 @pytest.mark.ranks(2, 3, processes=False)
-def test_blocks_that_do_not_belong_together():
+def test_shards_that_do_not_belong_together():
     mesh = mesh_1d()
     odd = rank() == 1
     for options in ({}, {"run_check": True}):
         refused_alike(
-            r"do not fit together: dim 1 has extent 2 at mesh coordinate \(0,\) and 3 at \(1,\)",
+            r"do not fit together: dim 1 has size 2 at mesh coordinate \(0,\) and 3 at \(1,\)",
             lambda o=options: ShardTensor.from_local(torch.ones(4, 3 if odd else 2), mesh, [S0], **o),
         )
         refused_alike(
@@ -705,22 +705,22 @@ def test_blocks_that_do_not_belong_together():
             lambda o=options: ShardTensor.from_local(torch.ones([4] if odd else [4, 2]), mesh, [S1], **o),
         )
         refused_alike(
-            r"do not fit together: dim 0 has extent 4 at mesh coordinate \(0,\) and 5",
+            r"do not fit together: dim 0 has size 4 at mesh coordinate \(0,\) and 5",
             lambda o=options: ShardTensor.from_local(torch.ones(5 if odd else 4), mesh, [R], **o),
         )
 
 
 @pytest.mark.ranks(4, processes=False)
-def test_blocks_that_do_not_fit_on_two_mesh_dims():
+def test_shards_that_do_not_fit_on_two_mesh_dims():
     mesh = mesh_2d()
     rows = [2, 3, 2, 3]  # sharded by mesh dim b, and so the same for all of mesh dim a
     ShardTensor.from_local(torch.ones(rows[rank()], 2), mesh, [R, S0])
     refused_alike(
-        r"dim 0 has extent 2 at mesh coordinate \(0, 0\) and 9 at \(1, 0\); it is sharded by mesh dims \[1\] only",
+        r"dim 0 has size 2 at mesh coordinate \(0, 0\) and 9 at \(1, 0\); it is sharded by mesh dims \[1\] only",
         lambda: ShardTensor.from_local(torch.ones([2, 3, 9, 3][rank()], 2), mesh, [R, S0]),
     )
     refused_alike(
-        r"dim 0 has extent 2 at mesh coordinate \(0, 0\) and 3 at \(0, 1\); it is sharded by mesh dims \[0\] only",
+        r"dim 0 has size 2 at mesh coordinate \(0, 0\) and 3 at \(0, 1\); it is sharded by mesh dims \[0\] only",
         lambda: ShardTensor.from_local(torch.ones(rows[rank()], 2), mesh, [S0, S1]),
     )
 
@@ -728,24 +728,24 @@ def test_blocks_that_do_not_fit_on_two_mesh_dims():
 @pytest.mark.ranks(2, processes=False)
 def test_sizes_that_do_not_match():
     mesh = mesh_1d()
-    block = torch.ones(3 + rank(), 2)
+    shard = torch.ones(3 + rank(), 2)
 
     def build(shapes: Any, placements: Sequence[Placement] = (S0,), **options: Any) -> Callable[[], object]:
-        return lambda: ShardTensor.from_local(block, mesh, placements, shapes, **options)
+        return lambda: ShardTensor.from_local(shard, mesh, placements, shapes, **options)
 
-    wrong = r"this rank's block has shape \(\d, 2\), but f32\[9, 2\] d: S\(0\)\[4,5\] gives it \(\d, 2\)"
+    wrong = r"this rank's local shard has shape \(\d, 2\), but f32\[9, 2\] d: S\(0\)\[4,5\] gives it \(\d, 2\)"
     refused_alike(wrong, build({0: [4, 5]}))
     refused_alike("does not fit|but f32", build({0: [3, 5]}, run_check=True))  # rank 1 alone is wrong
-    refused_alike("needs 2 block sizes, got 3", build({0: [3, 4, 0]}))
+    refused_alike("needs 2 shard sizes, got 3", build({0: [3, 4, 0]}))
     refused_alike("must not be negative", build({0: [-3, 4]}))
     refused_alike("says nothing of mesh dim 0, which shards tensor dim 0", build({}))
     refused_alike("names mesh dim 1, which shards nothing", build({0: [3, 4], 1: [3, 4]}))
     refused_alike("names mesh dim 0, which shards nothing", build({0: [3, 4]}, [R]))
-    refused_alike(r"global_shape is \(8, 2\), but the blocks add up to \(7, 2\)", build("infer", global_shape=(8, 2)))
-    refused_alike(r"global_shape is \(8, 2\), but the blocks", build({0: [3, 4]}, global_shape=(8, 2)))
+    refused_alike(r"global_shape is \(8, 2\), but the shards add up to \(7, 2\)", build("infer", global_shape=(8, 2)))
+    refused_alike(r"global_shape is \(8, 2\), but the shards", build({0: [3, 4]}, global_shape=(8, 2)))
     refused_alike('"chunk" needs global_shape', build("chunk"))
     refused_alike(r"has shape \(\d, 2\), but f32\[12, 2\]", build("chunk", global_shape=(12, 2)))
-    refused_alike("global_shape .12,. for a block of 2 dims", build("chunk", global_shape=(12,)))
+    refused_alike("global_shape .12,. for a shard of 2 dims", build("chunk", global_shape=(12,)))
     refused_alike('must be "infer", "chunk" or a mapping', build("even"))
     refused_alike('must be "infer", "chunk" or a mapping', build([3, 4]))
 
@@ -795,7 +795,7 @@ def test_sizes_of_scatter_and_factories():
     ]
     for make in makers:
         refused_alike(r"\[3, 2\] for mesh dim 0 add up to 5, but tensor dim 0 has", lambda m=make: m({0: [3, 2]}))
-        refused_alike("needs 2 block sizes, got 1", lambda m=make: m({0: [4]}))
+        refused_alike("needs 2 shard sizes, got 1", lambda m=make: m({0: [4]}))
         refused_alike("names mesh dim 1, which shards nothing", lambda m=make: m({1: [2, 2]}))
 
 
@@ -814,26 +814,26 @@ def test_ranks_that_disagree():
     mesh = mesh_1d()
     odd = rank() == world_size() - 1
     n = world_size()
-    block = torch.ones(4, 4)
+    shard = torch.ones(4, 4)
     found = r"has other placements or sizes than \(0,\)"
-    refused_alike(found, lambda: ShardTensor.from_local(block, mesh, [S1 if odd else S0]))
-    refused_alike(found, lambda: ShardTensor.from_local(block, mesh, [Shard(5) if odd else S0]))
-    refused_alike(found, lambda: ShardTensor.from_local(block, mesh, [S0, S0] if odd else [S0]))
+    refused_alike(found, lambda: ShardTensor.from_local(shard, mesh, [S1 if odd else S0]))
+    refused_alike(found, lambda: ShardTensor.from_local(shard, mesh, [Shard(5) if odd else S0]))
+    refused_alike(found, lambda: ShardTensor.from_local(shard, mesh, [S0, S0] if odd else [S0]))
     for shapes in (("infer", {0: [4] * n}), ({0: [4] * n}, {0: [4] * (n - 1) + [5]}), ("infer", "chunk")):
         refused_alike(
             found,
-            lambda s=shapes: ShardTensor.from_local(block, mesh, [S0], s[odd], run_check=True),
+            lambda s=shapes: ShardTensor.from_local(shard, mesh, [S0], s[odd], run_check=True),
         )
     shapes = [(4 * n, 4), (4 * n, 5)]
     refused_alike(
         found,
-        lambda: ShardTensor.from_local(block, mesh, [S0], "chunk", global_shape=shapes[odd], run_check=True),
+        lambda: ShardTensor.from_local(shard, mesh, [S0], "chunk", global_shape=shapes[odd], run_check=True),
     )
     refused_alike(
         "has other arguments than",
-        lambda: sc.scatter_tensor(block if rank() == 0 else None, 0, mesh, [S1 if odd else S0]),
+        lambda: sc.scatter_tensor(shard if rank() == 0 else None, 0, mesh, [S1 if odd else S0]),
     )
-    refused_alike("has other arguments than", lambda: sc.distribute_tensor(block, mesh, [R if odd else S0]))
+    refused_alike("has other arguments than", lambda: sc.distribute_tensor(shard, mesh, [R if odd else S0]))
     refused_alike(
         "the ranks hold different tensors", lambda: sc.distribute_tensor(torch.ones(5 if odd else 4), mesh, [S0])
     )
@@ -842,15 +842,15 @@ def test_ranks_that_disagree():
 @pytest.mark.ranks(4, processes=False)
 def test_replicas_that_differ():
     mesh = mesh_2d()
-    block = torch.arange(4.0) + (rank() >= 2)
-    ShardTensor.from_local(block, mesh, [R, S0])  # not looked at, unless asked for
+    shard = torch.arange(4.0) + (rank() >= 2)
+    ShardTensor.from_local(shard, mesh, [R, S0])  # not looked at, unless asked for
     for placements in ([R, S0], [R, R], [R, P]):
         refused_alike(
             r"replicated values differ between mesh coordinates \(0, 0\) and \(1, 0\)",
-            lambda p=placements: ShardTensor.from_local(block, mesh, p, run_check=True),
+            lambda p=placements: ShardTensor.from_local(shard, mesh, p, run_check=True),
         )
-    ShardTensor.from_local(block, mesh, [S0, R], run_check=True)
-    ShardTensor.from_local(block, mesh, [P, R], run_check=True)
+    ShardTensor.from_local(shard, mesh, [S0, R], run_check=True)
+    ShardTensor.from_local(shard, mesh, [P, R], run_check=True)
 
 
 @pytest.mark.ranks(2, processes=False)
@@ -920,7 +920,7 @@ def test_process_groups_are_freed_when_they_are_destroyed() -> None:
 
 
 NONSENSE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "half a row": (lambda mesh: from_ones(mesh, [1.5, 0.5]), "a whole number, or the shape of the block; got 1.5"),
+    "half a row": (lambda mesh: from_ones(mesh, [1.5, 0.5]), "a whole number, or the shape of the shard; got 1.5"),
     "NaN": (lambda mesh: from_ones(mesh, [float("nan"), 1]), "got nan"),
     "text": (lambda mesh: from_ones(mesh, "11"), "got '1' for tensor dim 0"),
     "a truth": (lambda mesh: from_ones(mesh, [True, 1]), "got True"),
@@ -934,9 +934,9 @@ NONSENSE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
         lambda mesh: sc.ShardTensor.from_local(from_ones(mesh, [1, 1]), mesh, [Shard(0)]),
         "got a ShardTensor .*redistribute",
     ),
-    "sparse": (lambda mesh: from_block(torch.eye(2).to_sparse(), mesh), "got a sparse tensor .*to_dense"),
+    "sparse": (lambda mesh: from_shard(torch.eye(2).to_sparse(), mesh), "got a sparse tensor .*to_dense"),
     "quantized": (
-        lambda mesh: from_block(torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8), mesh),
+        lambda mesh: from_shard(torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8), mesh),
         "got a quantized tensor .*dequantize",
     ),
     "shared memory": (lambda mesh: from_ones(mesh, [1, 1]).share_memory_(), "has no memory of its own"),
@@ -949,8 +949,8 @@ def from_ones(mesh: DeviceMesh, sizes: Any) -> sc.ShardTensor:
     return sc.ShardTensor.from_local(torch.ones(1), mesh, [Shard(0)], {0: sizes})
 
 
-def from_block(block: Tensor, mesh: DeviceMesh) -> sc.ShardTensor:
-    return sc.ShardTensor.from_local(block, mesh, [Replicate()])
+def from_shard(shard: Tensor, mesh: DeviceMesh) -> sc.ShardTensor:
+    return sc.ShardTensor.from_local(shard, mesh, [Replicate()])
 
 
 @pytest.mark.ranks(2, processes=False)

@@ -1,4 +1,4 @@
-"""`context_parallel`: tensors that a program holds are cut in place while the context lasts."""
+"""`context_parallel`: tensors that a program holds are sharded in place while the context lasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zoo import packages
 import shardcompile as sc
 from shardcompile.testing import mesh, once
 
-CUTS = [[5, 0, 6], None, [0, 11, 0]]
+PARTITIONS = [[5, 0, 6], None, [0, 11, 0]]
 
 
 class Decoder(nn.Module):
@@ -73,7 +73,7 @@ def test_a_training_step(backend: str | None, attention: Any, monkeypatch: pytes
     model, (ids, labels) = Decoder(11).double(), inputs()
     before = [x.clone() for x in (ids, labels, model.angles)]
     call = torch.compile(model, fullgraph=True, backend=backend) if backend else model
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         buffers = [ids, labels, model.angles]
         with sc.context_parallel(mesh(), buffers=buffers, buffer_seq_dims=[1, -1, 0], sizes=sizes):
             assert [x.placements for x in (ids, labels, model.angles)] == [(Shard(1),), (Shard(1),), (Shard(0),)]
@@ -91,7 +91,7 @@ def test_a_training_step(backend: str | None, attention: Any, monkeypatch: pytes
 def test_backward_outside_and_after_an_error() -> None:
     model, (ids, labels) = Decoder(11).double(), inputs()
     with sc.context_parallel(mesh(), buffers=[ids, labels], buffer_seq_dims=[1, 1], row_cost=4.0):
-        assert ids.to_local().shape[1] == sc.balanced_cut([11], 3, row_cost=4.0)[mesh().get_local_rank()]
+        assert ids.to_local().shape[1] == sc.balanced_partition([11], 3, row_cost=4.0)[mesh().get_local_rank()]
         loss = model(ids, labels)
     assert type(ids) is Tensor
     for a, b in zip(step(model, loss), once(alone), strict=True):
@@ -107,7 +107,7 @@ def test_backward_outside_and_after_an_error() -> None:
 
 
 @pytest.mark.ranks(2, processes=False)
-def test_what_cannot_be_cut_is_refused_and_nothing_is_changed() -> None:
+def test_what_cannot_be_partition_is_refused_and_nothing_is_changed() -> None:
     x, y = torch.arange(6.0), torch.arange(8.0).view(2, 4)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("parameters stay whole", {"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}),
@@ -115,7 +115,7 @@ def test_what_cannot_be_cut_is_refused_and_nothing_is_changed() -> None:
         ("buffer 1 of shape .* has no dim 2", {"buffers": [x, y], "buffer_seq_dims": [0, 2]}),
         ("2 buffers and 1 buffer_seq_dims", {"buffers": [x, y], "buffer_seq_dims": [0]}),
         ("named twice", {"buffers": [x, x], "buffer_seq_dims": [0, 0]}),
-        ("do not cut 4 rows", {"buffers": [x, y], "buffer_seq_dims": [0, 1], "sizes": [6, 0]}),
+        ("do not sharded 4 rows", {"buffers": [x, y], "buffer_seq_dims": [0, 1], "sizes": [6, 0]}),
         ("not among the buffers", {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": [y]}),
         ("give one of them", {"buffers": [x], "buffer_seq_dims": [0], "sizes": [6, 0], "row_cost": 1.0}),
         ("is sharded already", {"buffers": [sc.distribute_tensor(x, mesh(), [Shard(0)])], "buffer_seq_dims": [0]}),
@@ -170,7 +170,7 @@ def test_decoders_of_the_world(make: Callable[[], nn.Module], backend: str | Non
 
     call = torch.compile(loss_of, fullgraph=True, backend=backend) if backend else loss_of
     expected = [x.clone() for x in step(model, loss_of(ids, labels))]
-    for sizes in CUTS[:2]:
+    for sizes in PARTITIONS[:2]:
         with sc.context_parallel(mesh(), buffers=[ids, labels], buffer_seq_dims=[1, 1], sizes=sizes):
             found = step(model, call(ids, labels))
         for a, b in zip(found, expected, strict=True):
@@ -180,7 +180,7 @@ def test_decoders_of_the_world(make: Callable[[], nn.Module], backend: str | Non
     with torch.no_grad():
         words = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
         logits = model(input_ids=ids, use_cache=True).logits
-        with sc.context_parallel(mesh(), buffers=[ids], buffer_seq_dims=[1], sizes=CUTS[0]):
+        with sc.context_parallel(mesh(), buffers=[ids], buffer_seq_dims=[1], sizes=PARTITIONS[0]):
             prefill = model(input_ids=ids, use_cache=True)
             assert prefill.past_key_values.layers[0].keys.placements == (Shard(2),)
             torch.testing.assert_close(prefill.logits.full_tensor(), logits)

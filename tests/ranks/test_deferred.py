@@ -125,12 +125,12 @@ def test_reset_parameters_and_init_after_to_empty() -> None:
 @pytest.mark.ranks(3, processes=False)
 def test_meta_tensors_by_every_constructor() -> None:
     sizes = [3, 0, 4]
-    block = torch.empty(sizes[rank()], 2, device="meta")
+    shard = torch.empty(sizes[rank()], 2, device="meta")
     whole = torch.empty(7, 2, device="meta", requires_grad=True)
     made = {
-        "infer": ShardTensor.from_local(block, mesh(), [Shard(0)]),
-        "stated": ShardTensor.from_local(block, mesh(), [Shard(0)], {0: sizes}),
-        "checked": ShardTensor.from_local(block, mesh(), [Shard(0)], run_check=True),
+        "infer": ShardTensor.from_local(shard, mesh(), [Shard(0)]),
+        "stated": ShardTensor.from_local(shard, mesh(), [Shard(0)], {0: sizes}),
+        "checked": ShardTensor.from_local(shard, mesh(), [Shard(0)], run_check=True),
         "distributed": sc.distribute_tensor(whole, mesh(), [Shard(0)], sharding_shapes={0: sizes}),
         "without a source": sc.distribute_tensor(
             whole, mesh(), [Shard(0)], src_data_rank=None, sharding_shapes={0: sizes}
@@ -141,7 +141,7 @@ def test_meta_tensors_by_every_constructor() -> None:
     }
     for name, x in made.items():
         assert x.is_meta and x.shape == (7, 2) and x.sharding.sizes(0) == (3, 0, 4), name
-        assert x.to_local().shape == block.shape and x.to_local().is_meta, name
+        assert x.to_local().shape == shard.shape and x.to_local().is_meta, name
     assert made["distributed"].requires_grad and made["distributed"].is_leaf
     ragged = ShardTensor.from_local(torch.empty(2 + rank(), 2, device="meta"), mesh(), [Shard(0)], "infer")
     assert ragged.shape == (2 * world_size() + 3, 2)

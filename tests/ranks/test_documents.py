@@ -1,4 +1,4 @@
-"""Attention within packed documents, and cuts that balance it."""
+"""Attention within packed documents, and partitions that balance it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from pages import DOCS, blocks, run_blocks
+from pages import DOCS, run_blocks, shards
 from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -19,7 +19,7 @@ import shardcompile as sc
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh
-from shardcompile.testing.turns import RanksWaitError
+from shardcompile.testing.scheduler import RanksWaitError
 
 ROWS, HEADS = Shard(0), Shard(1)
 
@@ -60,7 +60,7 @@ def step(function: Any, values: Sequence[Tensor], ends: Tensor) -> tuple[Tensor,
     ("backend", "count"),
     often([("eager", 25), ("aot_eager", 8), ("inductor", 8), ("eager", 250), ("aot_eager", 250)], 2),
 )
-def test_any_cut_and_documents_by_one_graph(causal: bool, backend: str, count: int) -> None:
+def test_any_partition_and_documents_by_one_graph(causal: bool, backend: str, count: int) -> None:
     draw = random.Random(f"{causal} {backend}")
     torch.manual_seed(0)
     groups = draw.choice([1, 2])
@@ -81,11 +81,11 @@ def test_any_cut_and_documents_by_one_graph(causal: bool, backend: str, count: i
         ends = torch.tensor(documents(draw, rows, 5))
         wanted = step(reference, [x.requires_grad_() for x in (q, k, v)], ends)
         sizes = drawn_sizes(draw, rows, 3)
-        cut = [
+        partition = [
             sc.distribute_tensor(x.detach(), mesh(), [ROWS], sharding_shapes={0: sizes}).requires_grad_()
             for x in (q, k, v)
         ]
-        found = step(compiled, cut, ends)
+        found = step(compiled, partition, ends)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b)
     assert backend == "eager" or graphs_compiled() - before == 1
@@ -108,9 +108,9 @@ def test_two_mesh_dims(placements: list[Any]) -> None:
         [x.requires_grad_() for x in (q, k, v)],
         ends,
     )
-    cut = [sc.distribute_tensor(x.detach(), mesh(), placements).requires_grad_() for x in (q, k, v)]
+    partition = [sc.distribute_tensor(x.detach(), mesh(), placements).requires_grad_() for x in (q, k, v)]
     for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        for a, b in zip(step(call, cut, ends), wanted, strict=True):
+        for a, b in zip(step(call, partition, ends), wanted, strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -138,10 +138,10 @@ def test_on_real_ranks_through_the_backend() -> None:
         ends = torch.tensor(documents(draw, rows, 4))
         wanted = step(lambda q, k, v, ends: one_by_one(q, k, v, ends.tolist(), True, None), [q, k, v], ends)
         sizes = {0: drawn_sizes(draw, rows, 3)}
-        cut = [
+        partition = [
             sc.distribute_tensor(x.detach(), mesh(), [ROWS], sharding_shapes=sizes).requires_grad_() for x in (q, k, v)
         ]
-        for a, b in zip(step(compiled, cut, ends), wanted, strict=True):
+        for a, b in zip(step(compiled, partition, ends), wanted, strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -213,16 +213,16 @@ def test_other_documents_on_another_rank() -> None:
         sc.varlen_attention(q, q, q, torch.tensor([0, 5 + mesh().get_local_rank(), 7]))
 
 
-# Cuts
+# Partitions
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("row_cost", [0.0, 6 * 256.0])
-def test_balanced_cuts(ranks: int, causal: bool, row_cost: float) -> None:
+def test_balanced_partitions(ranks: int, causal: bool, row_cost: float) -> None:
     draw = random.Random(ranks)
     for lengths in ([40_000], [draw.randint(1, 4000) for _ in range(60)], [1, 90_000, 1]):
-        sizes = sc.balanced_cut(lengths, ranks, causal=causal, row_cost=row_cost)
+        sizes = sc.balanced_partition(lengths, ranks, causal=causal, row_cost=row_cost)
         assert len(sizes) == ranks and sum(sizes) == sum(lengths) and min(sizes) >= 0
         costs = [row_cost + (i + 1 if causal else n) for n in lengths for i in range(n)]
         ends = [0, *itertools.accumulate(sizes)]
@@ -231,19 +231,19 @@ def test_balanced_cuts(ranks: int, causal: bool, row_cost: float) -> None:
         assert max(work) <= max(1.05 * mean, mean + max(costs))
 
 
-def test_cuts_by_hand() -> None:
-    assert sc.balanced_cut([7], 3, causal=False) == [3, 3, 1]
-    assert sc.balanced_cut([2, 4], 2) == [4, 2]  # rows cost 1 2 | 1 2 3 4: 6 and 7
-    assert sc.balanced_cut([], 2) == [0, 0]
-    assert sc.balanced_cut([1], 3) == [1, 0, 0]
-    assert sc.balanced_cut([3], 1) == [3]
+def test_partitions_by_hand() -> None:
+    assert sc.balanced_partition([7], 3, causal=False) == [3, 3, 1]
+    assert sc.balanced_partition([2, 4], 2) == [4, 2]  # rows cost 1 2 | 1 2 3 4: 6 and 7
+    assert sc.balanced_partition([], 2) == [0, 0]
+    assert sc.balanced_partition([1], 3) == [1, 0, 0]
+    assert sc.balanced_partition([3], 1) == [3]
     with pytest.raises(sc.LayoutError, match="at least one rank"):
-        sc.balanced_cut([3], 0)
+        sc.balanced_partition([3], 0)
     with pytest.raises(sc.LayoutError, match="not negative"):
-        sc.balanced_cut([-3], 2)
+        sc.balanced_partition([-3], 2)
 
 
-GUIDE = blocks(DOCS / "long-sequences.md")
+GUIDE = shards(DOCS / "long-sequences.md")
 
 
 @pytest.mark.ranks(4, processes=False)
@@ -253,13 +253,13 @@ def test_the_code_of_the_guide() -> None:
     documents = [torch.randn(n, 4, dtype=torch.float64) for n in lengths]
     compiled = torch.compile(named["packed_attention"], fullgraph=True, backend="aot_eager")
     batches, graphs = [[20, 3, 1, 9], [4090], [7]], graphs_compiled()
-    for (cut, ends), some in zip(named["loader"](documents, mesh(), 4), batches, strict=True):
+    for (partition, ends), some in zip(named["loader"](documents, mesh(), 4), batches, strict=True):
         assert len(ends) == 33
-        assert cut.sharding.cuts[0].sizes == tuple(sc.balanced_cut(some, 4, row_cost=24))
+        assert partition.sharding.partitions[0].sizes == tuple(sc.balanced_partition(some, 4, row_cost=24))
         rows = torch.cat(documents[: len(some)])
         documents = documents[len(some) :]
-        torch.testing.assert_close(cut.full_tensor(), rows)
-        heads, whole = cut.unflatten(1, (2, 2)), rows.unflatten(1, (2, 2))
+        torch.testing.assert_close(partition.full_tensor(), rows)
+        heads, whole = partition.unflatten(1, (2, 2)), rows.unflatten(1, (2, 2))
         found = compiled(heads, heads, heads, ends).full_tensor()
         torch.testing.assert_close(found, one_by_one(whole, whole, whole, ends.tolist(), True, None))
     assert graphs_compiled() - graphs == mesh().size()  # each rank has the functions of the page itself

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.layout import carrier_of, is_ordinary
+from shardcompile.sharding import carrier_of, is_ordinary
 from shardcompile.testing import mesh, once
 
 Run = Callable[[Tensor], Any]
@@ -145,7 +145,7 @@ def test_every_dtype_is_sorted():
     known |= {f"{s}int{n}" for s in ("", "u") for n in (8, 16, 32, 64)}
     known |= {f"float8_{k}" for k in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
     names = {str(d).removeprefix("torch.") for d in NUMBERS}
-    assert names <= known, f"look at {names - known} in shardcompile/layout/dtypes.py, then add them here"
+    assert names <= known, f"look at {names - known} in shardcompile/sharding/dtypes.py, then add them here"
     for dtype in DENSE:
         assert carrier_of(dtype).itemsize == dtype.itemsize
         assert is_ordinary(carrier_of(dtype))
@@ -380,8 +380,8 @@ def test_compiled_views_as_another_dtype():
         return [x.view(torch.float8_e4m3fn).float(), x.view(torch.int64) + 1, x.view(torch.float32) * 2]
 
     full = values(torch.float32, 4, 24)
-    cuts = [(0, [3, 0, 1]), (0, [1, 1, 2]), (1, [6, 0, 18]), (1, [5, 0, 19])]
-    placed = (sc.distribute_tensor(full, mesh(), [Shard(dim)], sharding_shapes={0: sizes}) for dim, sizes in cuts)
+    partitions = [(0, [3, 0, 1]), (0, [1, 1, 2]), (1, [6, 0, 18]), (1, [5, 0, 19])]
+    placed = (sc.distribute_tensor(full, mesh(), [Shard(dim)], sharding_shapes={0: sizes}) for dim, sizes in partitions)
     check_compiled(views, "aot_eager", full, placed)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.offline import trace_offline
+from shardcompile.inspect.offline import trace_offline
 from shardcompile.testing import once
 
 WIDTH, HIDDEN, EXPERTS, COPIES = 16, 8, 5, 2
@@ -42,8 +42,8 @@ def whole_numbers(low: int, high: int, *shape: int, seed: int) -> Tensor:
 
 @pytest.mark.ranks(3, 6, timeout=600, processes=False)
 @pytest.mark.parametrize("experts", ["a", "b"])
-def test_a_layer_of_experts_that_are_cut(experts: str) -> None:
-    """Over the ranks that the tokens are cut over, and over others."""
+def test_a_layer_of_experts_that_are_partition(experts: str) -> None:
+    """Over the ranks that the tokens are sharded over, and over others."""
     compare("", experts)
 
 
@@ -52,7 +52,7 @@ COMPILED = [("aot_eager", "a"), ("aot_eager", "b"), ("shardcompile", "a"), ("sha
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize(("backend", "experts"), often(COMPILED, 0))
-def test_one_graph_serves_every_cut_of_the_tokens(backend: str, experts: str) -> None:
+def test_one_graph_serves_every_partition_of_the_tokens(backend: str, experts: str) -> None:
     compare(backend, experts)
 
 
@@ -67,14 +67,19 @@ def test_a_row_moves_there_and_back_once() -> None:
     """In the forward pass, and its gradient in the backward pass."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
-        def cut(sizes: list[int], *shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+        def partition(sizes: list[int], *shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
             full = torch.zeros(sum(sizes), *shape, dtype=dtype)
             x = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: sizes})
             return x.requires_grad_(dtype.is_floating_point)
 
-        mats = [cut([1, 0, 4], WIDTH, HIDDEN), cut([1, 0, 4], HIDDEN, WIDTH)]
+        mats = [partition([1, 0, 4], WIDTH, HIDDEN), partition([1, 0, 4], HIDDEN, WIDTH)]
         tokens = TOKENS[0]
-        return layer, (cut(tokens, WIDTH), cut(tokens, COPIES, dtype=torch.int64), cut(tokens, COPIES), *mats)
+        return layer, (
+            partition(tokens, WIDTH),
+            partition(tokens, COPIES, dtype=torch.int64),
+            partition(tokens, COPIES),
+            *mats,
+        )
 
     trace = trace_offline(build, world_size=3, device="cpu")
     for graph in (trace.forward, trace.backward):
@@ -85,7 +90,7 @@ def test_a_row_moves_there_and_back_once() -> None:
 
 
 def compare(backend: str, experts: str) -> None:
-    """A layer over several cuts of its tokens against one process."""
+    """A layer over several partitions of its tokens against one process."""
     on = init_device_mesh("cpu", (3, torch.distributed.get_world_size() // 3), mesh_dim_names=("a", "b"))
     run = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     mats = [whole_numbers(-1, 2, EXPERTS, *s, seed=i) for i, s in enumerate([(WIDTH, HIDDEN), (HIDDEN, WIDTH)])]

@@ -126,8 +126,8 @@ def test_local_map_around_a_local_kernel(compiled: bool) -> None:
     full = torch.randn(7, 2, dtype=torch.float64)
     x = sharded(full).requires_grad_()
 
-    def kernel(block: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return block * scale, torch.ones(4, dtype=block.dtype)
+    def kernel(shard: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return shard * scale, torch.ones(4, dtype=shard.dtype)
 
     mapped = sc.local_map(kernel, ([Shard(0)], [Replicate()]), in_placements=([Shard(0)], None))
     mapped = maybe_compiled(mapped, compiled)
@@ -153,11 +153,11 @@ def test_local_map_around_a_local_kernel(compiled: bool) -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_local_map_does_not_guess_between_two_cuts() -> None:
+def test_local_map_does_not_guess_between_two_partitions() -> None:
     mesh = init_device_mesh("cpu", (3,))
     a, b = sharded(torch.randn(7, 2)), sc.distribute_tensor(torch.randn(7, 2), mesh, [Shard(0)])
     mapped = sc.local_map(lambda a, b: a, [Shard(0)], ([Shard(0)], [Shard(0)]))
-    with pytest.raises(sc.LayoutError, match="not all cut so"):
+    with pytest.raises(sc.LayoutError, match="not all partition so"):
         mapped(a, b)
     assert mapped(a, a).sharding is a.sharding
 
@@ -173,14 +173,14 @@ def _(x: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_an_op_that_specialises_on_the_size_of_a_block_is_refused_on_every_rank() -> None:
+def test_an_op_that_specialises_on_the_size_of_a_shard_is_refused_on_every_rank() -> None:
     @sc.register_sharding(torch.ops.shardcompile_tests.counted.default)
     def rule(x: Any) -> list[Any]:
         return [([Shard(0)], [Shard(0)])]
 
     x = sharded(torch.randn(7, 2))
     torch.testing.assert_close(counted(x).full_tensor(), x.full_tensor())
-    # One rank's block has the size that all ranks take decisions with: that rank alone would go on.
+    # One rank's shard has the size that all ranks take decisions with: that rank alone would go on.
     for sizes in (SIZES, [3, 1, 3]):
         y = sc.distribute_tensor(torch.randn(7, 2), x.device_mesh, [Shard(0)], sharding_shapes={0: sizes})
         with pytest.raises(sc.UnsupportedOpError, match="takes the size of dim 0 for a number"):

@@ -25,7 +25,7 @@ from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh
 
 BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
-BLOCK = 4
+SHARD = 4
 DOCUMENTS = torch.repeat_interleave(torch.arange(4), torch.tensor([5, 9, 0, 6]))  # 20 rows
 MASKS: dict[str, Callable[..., Any]] = {
     "documents": lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j],
@@ -48,7 +48,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def block_mask(name: str, heads: int, rows: int, columns: int) -> BlockMask:
-    return create_block_mask(MASKS[name], None, heads, rows, columns, device="cpu", BLOCK_SIZE=BLOCK)
+    return create_block_mask(MASKS[name], None, heads, rows, columns, device="cpu", BLOCK_SIZE=SHARD)
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: str | None, bias: Tensor | None) -> Tensor:
@@ -89,11 +89,11 @@ def check(
 ) -> None:
     others = [] if bias is None else [bias]
     expected = step(reference, [x.requires_grad_() for x in values], others)
-    cut = [
+    partition = [
         sc.distribute_tensor(x.detach(), mesh(), p, sharding_shapes=s).requires_grad_()
         for x, p, s in zip(values, placements, sizes, strict=True)
     ]
-    for ours, theirs in zip(step(call, cut, others), expected, strict=True):
+    for ours, theirs in zip(step(call, partition, others), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -105,7 +105,7 @@ def check(
         *often([*((name, "aot_eager") for name in MASKS), ("prefix", "inductor")], 0),
     ],
 )
-def test_masks_over_cuts(mask: str, backend: str | None) -> None:
+def test_masks_over_partitions(mask: str, backend: str | None) -> None:
     torch.manual_seed(0)
     bias = drawn(2).requires_grad_()
     structure = block_mask(mask, 2, 20, 20)
@@ -128,7 +128,7 @@ def test_masks_over_cuts(mask: str, backend: str | None) -> None:
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", often([None, "aot_eager"], 1))
 def test_other_tensors(backend: str | None) -> None:
-    """Grouped heads, one batch of keys, keys that are cut otherwise or not at all, no mask, plain keys."""
+    """Grouped heads, one batch of keys, keys that are sharded otherwise or not at all, no mask, plain keys."""
     torch.manual_seed(0)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,9 +152,9 @@ def test_other_tensors(backend: str | None) -> None:
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
 @pytest.mark.parametrize(
-    ("backend", "cut"), often(list(itertools.product([None, "aot_eager"], [(ROWS, HEADS), (BATCH, ROWS)])), 2)
+    ("backend", "partition"), often(list(itertools.product([None, "aot_eager"], [(ROWS, HEADS), (BATCH, ROWS)])), 2)
 )
-def test_two_mesh_dims(backend: str | None, cut: tuple[Any, ...]) -> None:
+def test_two_mesh_dims(backend: str | None, partition: tuple[Any, ...]) -> None:
     torch.manual_seed(0)
     bias = drawn(3).requires_grad_()
     structure = block_mask("by head, with hidden rows", 3, 20, 20)
@@ -167,7 +167,7 @@ def test_two_mesh_dims(backend: str | None, cut: tuple[Any, ...]) -> None:
 
     call = torch.compile(function, fullgraph=True, backend=backend) if backend else function
     values = [drawn(3, 3, 20, 4) for _ in range(3)]
-    check(call, reference, values, [list(cut)] * 3, [None] * 3, bias)
+    check(call, reference, values, [list(partition)] * 3, [None] * 3, bias)
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -190,7 +190,7 @@ def test_functions_may_read_sharded_tensors_and_give_statistics() -> None:
     [
         ("causal", {0: {}, 1: {0: 8}, 2: {0: 8, 1: 8}}),
         ("sliding window", {0: {}, 1: {0: 4}, 2: {1: 4}}),
-        ("documents", {0: {1: 8}, 1: {0: 4, 2: 4}, 2: {1: 4}}),  # in blocks of 4 rows
+        ("documents", {0: {1: 8}, 1: {0: 4, 2: 4}, 2: {1: 4}}),  # sharded of 4 rows
         ("prefix", {0: {}, 1: {0: 8}, 2: {0: 8, 1: 8}}),
     ],
 )
@@ -221,16 +221,16 @@ def test_documents_that_change_at_every_step_under_one_graph(inside: bool) -> No
         def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (documents[i] == documents[j]) & (i >= j)
 
-        return create_block_mask(same, None, None, 20, 20, device="cpu", BLOCK_SIZE=BLOCK)
+        return create_block_mask(same, None, None, 20, 20, device="cpu", BLOCK_SIZE=SHARD)
 
     def function(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, named: Any) -> Tensor:
         def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (documents[i] == documents[j]) & (i >= j)
 
         if named is None:
-            structure = create_block_mask(same, None, None, 20, 20, device="cpu", BLOCK_SIZE=BLOCK)
+            structure = create_block_mask(same, None, None, 20, 20, device="cpu", BLOCK_SIZE=SHARD)
         else:
-            structure = BlockMask.from_kv_blocks(*named, BLOCK_SIZE=BLOCK, mask_mod=same, seq_lengths=(20, 20))
+            structure = BlockMask.from_kv_blocks(*named, BLOCK_SIZE=SHARD, mask_mod=same, seq_lengths=(20, 20))
         return flex_attention(q, k, v, block_mask=structure)  # type: ignore[return-value]
 
     torch._dynamo.reset()
@@ -240,7 +240,7 @@ def test_documents_that_change_at_every_step_under_one_graph(inside: bool) -> No
         documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
         made = structure_of(documents)
         named = None
-        if not inside:  # blocks that are seen in part, and as a whole
+        if not inside:  # shards that are seen in part, and as a whole
             named = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
         seen = (documents == documents[:, None]) & torch.ones(20, 20, dtype=torch.bool).tril()
 
@@ -288,7 +288,7 @@ def random_function(seed: int) -> tuple[Any, Any, list[tuple[int, ...]], Tensor 
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize(("first", "count"), often([(0, 1), *((n, 20) for n in range(0, 100, 20))], 1))
 def test_random_cases(first: int, count: int) -> None:
-    """Functions with five cuts each, eagerly and by one graph."""
+    """Functions with five shards each, eagerly and by one graph."""
     for seed in range(first, first + count):
         torch._dynamo.reset()
         function, reference, shapes, bias = random_function(seed)
@@ -299,8 +299,8 @@ def test_random_cases(first: int, count: int) -> None:
             draw = random.Random(f"{seed} {case}")
             torch.manual_seed(5 * seed + case)
             values = [drawn(*shape) for shape in shapes]
-            cut = [{0: drawn_sizes(draw, shape[2])} for shape in shapes[:2]]
-            check(each, reference, values, [[ROWS]] * 3, [*cut, cut[1]], bias)
+            partition = [{0: drawn_sizes(draw, shape[2])} for shape in shapes[:2]]
+            check(each, reference, values, [[ROWS]] * 3, [*partition, partition[1]], bias)
 
 
 def drawn_sizes(draw: random.Random, rows: int) -> list[int]:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.fx import Graph
 
 from shardcompile.passes.backend import inductor_options
-from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice
-from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.local_shards import ReduceThenSlice
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.pipeline import Pipeline
@@ -54,7 +54,7 @@ class Seen:
 
 
 def joint_passes(agree: Any = None) -> list[Any]:
-    """For forward and backward together, before blocks that this rank has not got become constants."""
+    """For forward and backward together, before shards that this rank has not got become constants."""
     return [DropRepeatedWaits(), NormaliseChains(agree=agree)]
 
 
@@ -114,7 +114,7 @@ def sharded(shape: Sequence[int], *placements: Any, seed: int = 0) -> Tensor:
 
 @pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize(("dim", "shape"), often([(1, (4, 7)), (0, (7,)), (0, (7, 4)), (1, (2, 4, 5))], 1))
-def test_dtensors_of_uneven_blocks_are_gathered_as_they_are(dim: int, shape: tuple[int, ...]) -> None:
+def test_dtensors_of_uneven_shards_are_gathered_as_they_are(dim: int, shape: tuple[int, ...]) -> None:
     def gathered(x: DTensor) -> Tensor:
         return x.redistribute(placements=[Replicate()]).to_local() ** 3
 
@@ -125,7 +125,7 @@ def test_dtensors_of_uneven_blocks_are_gathered_as_they_are(dim: int, shape: tup
 
 @pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize(("dim", "shape"), often([(1, (4, 7)), (0, (7, 4)), (1, (2, 4, 5))], 1))
-def test_dtensors_are_scattered_in_uneven_blocks(dim: int, shape: tuple[int, ...]) -> None:
+def test_dtensors_are_scattered_in_uneven_shards(dim: int, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", (world_size(),))
 
     def scattered(x: Tensor) -> Tensor:

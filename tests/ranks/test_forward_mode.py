@@ -17,7 +17,7 @@ import shardcompile as sc
 from shardcompile.testing import world_size
 
 ROWS, WIDTH = 9, 4
-CUTS = [[5, 0, 4], [1, 7, 1]]
+PARTITIONS = [[5, 0, 4], [1, 7, 1]]
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "scaled": lambda x: x * 2 + 1 - x / 3,
     "activations": lambda x: torch.tanh(x) + nnf.gelu(x) + nnf.silu(x) + nnf.softplus(x) + nnf.elu(x) + x.sigmoid(),
@@ -55,9 +55,9 @@ def test_derivatives_along_a_direction_gather_nothing(monkeypatch: pytest.Monkey
     x, t = drawn()
     for name, function in FUNCTIONS.items():
         value, wanted = torch.func.jvp(function, (x,), (t,))
-        for sizes in CUTS:
-            blocks = [sc.distribute_tensor(a, mesh, [Shard(0)], sharding_shapes={0: sizes}) for a in (x, t)]
-            found, tangent = torch.func.jvp(function, (blocks[0],), (blocks[1],))
+        for sizes in PARTITIONS:
+            shards = [sc.distribute_tensor(a, mesh, [Shard(0)], sharding_shapes={0: sizes}) for a in (x, t)]
+            found, tangent = torch.func.jvp(function, (shards[0],), (shards[1],))
             torch.testing.assert_close(whole(found), value, msg=lambda text: f"{name}: {text}")  # noqa: B023
             torch.testing.assert_close(whole(tangent), wanted, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
@@ -81,7 +81,7 @@ def test_second_derivatives_at_points_gather_nothing(backend: str, monkeypatch: 
     full = drawn()[0]
     plain = full.clone().requires_grad_()
     curvature(plain).square().sum().backward()
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         x = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: sizes}).requires_grad_()
         found = run(x)
         torch.testing.assert_close(whole(found), curvature(full))

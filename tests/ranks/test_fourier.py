@@ -206,11 +206,11 @@ EVERYTHING = TRANSFORMS | PROGRAMS
 Sizes = Mapping[int, Sequence[int]]
 
 
-def partitions(extent: int, parts: int) -> list[list[int]]:
+def partitions(size: int, parts: int) -> list[list[int]]:
     """Shard sizes: uneven with an empty shard among three, a shard of one, all on the last rank."""
     empty = [0] * (parts - 2)
-    return [[extent - extent // 3, *empty, extent // 3], [*empty, min(extent, 1), extent - min(extent, 1)],
-            [0] * (parts - 1) + [extent]]  # fmt: skip
+    return [[size - size // 3, *empty, size // 3], [*empty, min(size, 1), size - min(size, 1)],
+            [0] * (parts - 1) + [size]]  # fmt: skip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -291,8 +291,8 @@ def one_dim_each(programs: Mapping[str, Program]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("name", often([*PROGRAMS, *spread(TRANSFORMS, 7)], len(PROGRAMS) + 9))
 def test_eager(name: str) -> None:
     program = EVERYTHING[name]
-    for dim, extent in enumerate(program.shape):
-        for sizes in partitions(extent, 3):
+    for dim, size in enumerate(program.shape):
+        for sizes in partitions(size, 3):
             check(program, program.run, [Shard(dim)], {0: sizes})
 
 

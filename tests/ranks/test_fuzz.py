@@ -15,7 +15,7 @@ from shardcompile import ShardTensor, distribute_tensor
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import LocalRanks, mesh, once, rank
 
-CUT = {0: [5, 0, 2]}
+PARTITION = {0: [5, 0, 2]}
 
 
 @pytest.mark.parametrize("first", often(list(range(0, 10_000, 500)), 0))
@@ -56,7 +56,7 @@ def test_a_sample_of_the_programs() -> None:
 def found(
     lines: list[str], inputs: list[Input] | None = None, mesh: tuple[int, ...] = (3,), backend: str | None = None
 ) -> Any:
-    given = inputs or [Input("a0", (7, 3), "S(0)", CUT, grad=True), Input("a1", (7, 3), grad=True)]
+    given = inputs or [Input("a0", (7, 3), "S(0)", PARTITION, grad=True), Input("a1", (7, 3), grad=True)]
     program = Program(mesh, given, lines)
     with LocalRanks(program.ranks, processes=False) as ranks:
         return judge(ranks, program, backend)
@@ -65,7 +65,7 @@ def found(
 def test_a_wrong_value_is_found_and_shrunk() -> None:
     """A line that gives something else on sharded tensors, among lines that do not matter."""
     lines = ["v0 = a0.sin()", "v1 = v0 * (2 if hasattr(a0, 'sharding') else 1)", "v2 = a0 + a1", "v3 = v1[1:]"]
-    program = Program((3,), [Input("a0", (7, 3), "S(0)", CUT, grad=True), Input("a1", (7, 3), grad=True)], lines)
+    program = Program((3,), [Input("a0", (7, 3), "S(0)", PARTITION, grad=True), Input("a1", (7, 3), grad=True)], lines)
     with LocalRanks(3, processes=False) as ranks:
         wrong = judge(ranks, program)
         assert wrong.kind == "wrong"
@@ -126,7 +126,7 @@ def test_gradients_that_are_zero_whatever_the_input_go_on_backward(lines: list[s
     assert found(lines).kind == RIGHT
 
 
-def test_a_product_of_cut_rows_may_be_viewed_as_a_plain_one() -> None:
+def test_a_product_of_partition_rows_may_be_viewed_as_a_plain_one() -> None:
     told = found(
         ["v0 = F.linear(a0, weight(2, 7))", "v1 = v0.view([2, 8])"], [Input("a0", (2, 4, 7), "S(1)", {0: [1, 3, 0]})]
     )
@@ -135,7 +135,7 @@ def test_a_product_of_cut_rows_may_be_viewed_as_a_plain_one() -> None:
 
 @pytest.mark.parametrize("line", ["v0[v0 > 0.5] = 0.25  # if away(v0, 0.5)", "v0[torch.tensor([1, 2])] = 0.5"])
 def test_a_write_to_an_expanded_tensor_is_refused_on_ranks_without_rows_as_well(line: str) -> None:
-    told = found(["v0 = a0.expand([4, 7])", line], [Input("a0", (1, 7), "S(1)", CUT)])
+    told = found(["v0 = a0.expand([4, 7])", line], [Input("a0", (1, 7), "S(1)", PARTITION)])
     assert told.kind == RIGHT or "Clone it" in told.text
     assert told.kind in (RIGHT, REFUSED)
 
@@ -147,7 +147,7 @@ def test_an_op_that_was_decided_on_a_view_does_not_come_back_to_it() -> None:
 
 
 def test_what_is_expanded_may_be_filled_and_no_more() -> None:
-    inputs = [Input("a0", (1, 7), "S(1)", CUT)]
+    inputs = [Input("a0", (1, 7), "S(1)", PARTITION)]
     assert found(["v0 = a0.expand([4, 7])", "v0.fill_(2)", "v0.zero_()"], inputs).kind == RIGHT
     told = found(["v0 = a0.expand([4, 7])", "v0[:] = a0"], inputs)  # to itself, which plain PyTorch leaves as it is
     assert told.kind == REFUSED
@@ -156,13 +156,13 @@ def test_what_is_expanded_may_be_filled_and_no_more() -> None:
 
 @pytest.mark.parametrize("line", ["F.layer_norm(v0, ())", "v0.softmax(2)", "torch.cat([v0, v0[:, 1:]], 0)"])
 def test_what_plain_pytorch_refuses_is_refused_where_rows_would_move(line: str) -> None:
-    program = Program((3,), [Input("a0", (7, 3), "S(0)", CUT)], ["v0 = a0 * 2", line], refused=True)
+    program = Program((3,), [Input("a0", (7, 3), "S(0)", PARTITION)], ["v0 = a0 * 2", line], refused=True)
     with LocalRanks(3, processes=False) as ranks:
         assert judge(ranks, program).kind == REFUSED
 
 
-def test_blocks_that_are_views_need_no_graphs_of_their_own() -> None:
-    """The bases of this rank's blocks, of whatever extents, are none of a trace's business."""
+def test_shards_that_are_views_need_no_graphs_of_their_own() -> None:
+    """The bases of this rank's shards, of whatever sizes, are none of a trace's business."""
     inputs = [Input("a0", (3, 4), "S(1)", {0: [1, 3, 0]}, grad=True, ways=("turned", "gaps", "odd"))]
     told = found(["v0 = a0.sin()", "v1 = v0.sum(0)"], inputs, backend="aot_eager")
     assert (told.kind, told.text) == (RIGHT, "2")
@@ -185,15 +185,15 @@ NO_ROWS = ["a[9:, 1:]", "torch.cat([a[9:, 1:], a[:, 1:]])", "a[3:-9, 1:].flip(0)
 @pytest.mark.parametrize(("line", "dim"), often([(line, dim) for line in NO_ROWS for dim in (0, 1)], 2))
 @pytest.mark.ranks(3, processes=False)
 def test_no_rows_of_columns_that_vary(line: str, dim: int) -> None:
-    """An extent that is a formula, and 0 on this call, is no formula: torch would divide by it."""
+    """An size that is a formula, and 0 on this call, is no formula: torch would divide by it."""
     function = once(lambda: eval(f"lambda a: {line}", {"torch": torch}))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     before = once(graphs_compiled)
     for sizes, others in (([5, 0, 2], 3), ([1, 3, 3], 3), ([4, 4, 0], 5)):
         shape = (sum(sizes), others) if dim == 0 else (others, sum(sizes))
         full = torch.randn(shape, dtype=torch.float64).requires_grad_()
-        block = full.detach().split(sizes, dim)[rank()].clone()
-        x = ShardTensor.from_local(block, mesh(), [Shard(dim)], {0: sizes}).requires_grad_()
+        shard = full.detach().split(sizes, dim)[rank()].clone()
+        x = ShardTensor.from_local(shard, mesh(), [Shard(dim)], {0: sizes}).requires_grad_()
         out, expected = compiled(x), function(full)
         torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
         (out.full_tensor() ** 2).sum().backward(), (expected**2).sum().backward()
@@ -201,15 +201,15 @@ def test_no_rows_of_columns_that_vary(line: str, dim: int) -> None:
     assert graphs_compiled() - before == 1
 
 
-def test_a_convolution_of_blocks_that_were_gathered_has_one_graph() -> None:
-    """Rows that arrive from other ranks are first in memory; a trace asked how a block is stored."""
+def test_a_convolution_of_shards_that_were_gathered_has_one_graph() -> None:
+    """Rows that arrive from other ranks are first in memory; a trace asked how a shard is stored."""
     inputs = [Input("a0", (3, 6, 6), "S(0) S(1)", {0: [3, 0], 1: [0, 6]}, grad=True)]
     assert found(["v0 = F.conv1d(a0, weight(2, 6, 3))"], inputs, (2, 2), "aot_eager").kind == RIGHT
 
 
-def test_a_product_of_cut_rows_is_stored_as_a_plain_one() -> None:
+def test_a_product_of_partition_rows_is_stored_as_a_plain_one() -> None:
     """Flattened it is a view, which may be written to."""
-    inputs = [Input("a0", (3, 7, 7), "S(1)", CUT)]
+    inputs = [Input("a0", (3, 7, 7), "S(1)", PARTITION)]
     assert found(["v0 = F.linear(a0, weight(3, 7))", "v1 = v0.flatten()", "v1.fill_(0.75)"], inputs).kind == RIGHT
 
 
@@ -220,14 +220,14 @@ def test_what_is_added_to_rows_of_a_turned_tensor_is_stored_as_a_plain_result(ba
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_an_extent_of_1_is_broadcast_after_calls_with_other_extents() -> None:
+def test_an_size_of_1_is_broadcast_after_calls_with_other_sizes() -> None:
     """Dynamo has made a symbol of it by then."""
     compiled = once(lambda: torch.compile(lambda x, y: (x - y).sum(0), fullgraph=True, backend="aot_eager"))
     for rows, columns in ((7, 6), (7, 3), (1, 6), (7, 1), (1, 1)):
         full, other = torch.randn(7, 6), torch.randn(rows, columns)
         if columns == 3:
             full = full[:, :3]
-        x = ShardTensor.from_local(full.split([5, 0, 2])[rank()], mesh(), [Shard(0)], CUT)
+        x = ShardTensor.from_local(full.split([5, 0, 2])[rank()], mesh(), [Shard(0)], PARTITION)
         y = distribute_tensor(other, mesh(), [Replicate()])
         torch.testing.assert_close(compiled(x, y).full_tensor(), (full - other).sum(0))
 
@@ -241,12 +241,12 @@ def test_a_tensor_is_not_turned_in_place_under_a_view_that_is_made_again_from_it
 
 
 def test_strides_follow_those_of_a_dim_that_an_input_has_not_got() -> None:
-    """torch's fake kernels expand such an input otherwise than its kernels do; only with extents of 1 it matters."""
+    """torch's fake kernels expand such an input otherwise than its kernels do; only with sizes of 1 it matters."""
     lines = ["v0 = a1.mT", 'v1 = torch.einsum("ab,cd->cdab", v0, v0)', "v2 = torch.hypot(v1, a0)"]
     assert found(lines, [Input("a0", (5, 2, 5)), Input("a1", (5, 1), "R")]).kind == RIGHT
 
 
-def test_a_whole_value_keeps_the_strides_of_extents_of_1() -> None:
+def test_a_whole_value_keeps_the_strides_of_sizes_of_1() -> None:
     """They decide how what is computed from it is stored."""
     lines = ["v0 = a0.unfold(0, 3, 1)", "v1 = whole(v0)", "v2 = v1 * v1.expand([1, 3, 3])"]
     assert found(lines, [Input("a0", (3, 1), "R")]).kind == RIGHT
@@ -264,7 +264,7 @@ def test_a_whole_value_keeps_the_strides_of_extents_of_1() -> None:
     ),
 )
 def test_what_inductor_decomposes_has_one_graph(line: str, ways: tuple[str, ...]) -> None:
-    """Its decompositions compared sizes of blocks: ranks compiled apart, and waited for one another."""
+    """Its decompositions compared shard sizes: ranks compiled apart, and waited for one another."""
     inputs = [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True, ways=ways)]
     told = found([f"v0 = {line}", "v1 = v0 * 2"], inputs, (2,), "aot_eager_decomp_partition")
     assert (told.kind, told.text) == (RIGHT, "2")
@@ -289,7 +289,7 @@ def test_what_was_computed_from_an_input_that_is_written_to_has_no_gradient_of_i
 
 
 def test_the_backward_graph_of_every_rank_holds_the_collectives_of_the_backward_pass() -> None:
-    """Each rank knows its own block of what is padded. One that has none would have run one of them twice."""
+    """Each rank knows its local shard of what is padded. One that has none would have run one of them twice."""
     inputs = [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)]
     lines = [
         "v0 = torch.cat([a1, a1], 0)",
@@ -339,10 +339,10 @@ def test_results_are_stored_as_plain_ones(lines: list[str], inputs: list[Input],
 @pytest.mark.parametrize("amounts", ["[0, 0, -1, 0]", "[0, 0, 0, -2]", "[0, 0, -1, -1]"])
 def test_rows_that_are_padded_by_less_than_none_are_a_copy(amounts: str, backend: str | None) -> None:
     lines = [f"v0 = F.pad(a0, {amounts}, value=0.5)", "v0.add_(0.25)", "v1 = a0.sin()"]
-    assert found(lines, [Input("a0", (7, 3), "S(0)", CUT)], backend=backend).kind == RIGHT
+    assert found(lines, [Input("a0", (7, 3), "S(0)", PARTITION)], backend=backend).kind == RIGHT
 
 
-def test_a_block_of_one_row_has_any_stride() -> None:
+def test_a_shard_of_one_row_has_any_stride() -> None:
     assert found(["v0 = a0[::3]", "v1 = v0.argsort(0)"], [Input("a0", (2,), "S(0)", {0: [0, 2]})], (2,)).kind == RIGHT
 
 
@@ -358,7 +358,7 @@ def test_what_was_turned_while_there_were_views_takes_no_gradients(write: str) -
 
 
 def test_rows_are_compared_with_their_target_in_the_forward_pass() -> None:
-    """Both have one extent, which gradients would be the first to say."""
+    """Both have one size, which gradients would be the first to say."""
     inputs = [Input("a0", (2, 4), "R", grad=True), Input("a1", (5, 2, 4), "S(2)", {0: [0, 1, 3]}, grad=True)]
     lines = [
         "v0 = a1 * 2",
@@ -371,7 +371,7 @@ def test_rows_are_compared_with_their_target_in_the_forward_pass() -> None:
         assert judge(ranks, Program((3,), inputs, other, refused=True)).kind == REFUSED
 
 
-def test_rows_of_a_dim_whose_extent_is_a_symbol_are_taken_apart() -> None:
+def test_rows_of_a_dim_whose_size_is_a_symbol_are_taken_apart() -> None:
     inputs = [Input("a0", (4, 6, 3), "S(2)", {0: [3, 0]}), Input("a1", (4, 6, 3), "S(1)", {0: [0, 6]})]
     lines = ["v0 = torch.cat([a0, a1], 0)", "v1 = v0.unbind(0)[-1]", "v2 = v1.log_softmax(0)"]
     assert found(lines, inputs, (2,), backend="aot_eager").kind == RIGHT
@@ -389,17 +389,17 @@ def test_rows_of_a_dim_whose_extent_is_a_symbol_are_taken_apart() -> None:
     ],
     ids=["einsum", "power"],
 )
-def test_what_follows_a_product_of_cut_rows_is_stored_as_a_plain_result(
+def test_what_follows_a_product_of_partition_rows_is_stored_as_a_plain_result(
     line: str, mesh: tuple[int, ...], inputs: list[Input]
 ) -> None:
-    """Kernels tell the order of dims by the strides along extents of 1 as well."""
+    """Kernels tell the order of dims by the strides along sizes of 1 as well."""
     assert (
         found(["v0 = a0 * 2", "v1 = v0[5:, :1]", "v2 = v1.flatten(0, 2)", "v3 = v0 @ v2", line], inputs, mesh).kind
         == RIGHT
     )
 
 
-def test_a_copy_keeps_strides_along_extents_of_1() -> None:
+def test_a_copy_keeps_strides_along_sizes_of_1() -> None:
     inputs = [Input("a0", (6, 1), "R"), Input("a1", (3, 2), "R")]
     lines = ["v0 = (a0 * 2).mT.clone()", 'v1 = torch.einsum("ab,cd->cdab", a1, v0.mT)']
     assert found(lines, inputs).kind == RIGHT
@@ -408,7 +408,7 @@ def test_a_copy_keeps_strides_along_extents_of_1() -> None:
 @pytest.mark.parametrize(
     "line", ["v0.abs() + 0.5", "2 / v0.abs()", "v0.abs() > 0", "F.hardtanh(v0.abs())", "v0.abs().clamp_max(1)"]
 )
-def test_strides_along_extents_of_1_are_those_of_an_operand_that_meets_a_number(line: str) -> None:
+def test_strides_along_sizes_of_1_are_those_of_an_operand_that_meets_a_number(line: str) -> None:
     """Two contiguous tensors of one shape give one in rows; a number is a tensor without dims, and no option is."""
     inputs = [Input("a0", (6, 1), "S(0)", {0: [5, 1]}), Input("a1", (1, 2, 1), "R")]
     lines = ["v0 = a0.expand([1, 6, 3]).transpose(2, -3).unsqueeze(2)", f"v1 = {line}", "v2 = a1 + v1"]
@@ -421,7 +421,7 @@ def test_strides_along_extents_of_1_are_those_of_an_operand_that_meets_a_number(
 )
 @pytest.mark.parametrize("layout", ["R", "S(0)"])
 def test_reductions_that_plain_pytorch_refuses(line: str, layout: str) -> None:
-    """Of nothing, or of what has no such reduction: blocks are reduced by ops that know more."""
+    """Of nothing, or of what has no such reduction: shards are reduced by ops that know more."""
     given = Input("a0", (0, 3) if "()" in line and "long" not in line else (4, 3), layout, {0: [0, 0, 0]})
     if layout == "R" or given.shape[0]:
         given = Input("a0", given.shape, layout, {0: [3, 0, 1]} if layout != "R" else {})
@@ -429,8 +429,8 @@ def test_reductions_that_plain_pytorch_refuses(line: str, layout: str) -> None:
         assert judge(ranks, Program((3,), [given], ["v0 = a0 * 2", line], refused=True)).kind == REFUSED
 
 
-def test_the_gradient_of_a_product_leaves_extents_open() -> None:
-    """It has a cumulative product, which would make a number of an extent that the forward graph has given away."""
+def test_the_gradient_of_a_product_leaves_sizes_open() -> None:
+    """It has a cumulative product, which would make a number of an size that the forward graph has given away."""
     lines = ["v0 = a0.prod(-1)", "v1 = a0.cummin(1)[0]"]
     assert found(lines, [Input("a0", (4, 6), "R", grad=True)], (2,), "aot_eager").kind == RIGHT
 
@@ -448,8 +448,8 @@ def test_a_diagonal_of_a_view_is_written_to_in_a_graph(line: str, write: str) ->
 
 
 @pytest.mark.parametrize("sizes", often([[0, 1, 0], [0, 0, 1]], 1))
-def test_a_cut_that_a_program_knows_has_no_graph_of_its_own(sizes: list[int]) -> None:
-    """Half of what torch.chunk cuts is cut in a known way, which an input's cut may be, or not."""
+def test_a_partition_that_a_program_knows_has_no_graph_of_its_own(sizes: list[int]) -> None:
+    """Half of what torch.chunk partitions is sharded in a known way, which an input's sharded may be, or not."""
     inputs = [Input("a0", (1, 2), "S(0)", {0: sizes}, grad=True)]
     lines = ['v0 = to(a0.expand([2, -1]), "S(0)")', "v1 = v0.chunk(2, 0)[-1]", "v2 = torch.stack([v1, a0], 2)"]
     assert found(lines, inputs, backend="aot_eager").kind == RIGHT
@@ -457,7 +457,7 @@ def test_a_cut_that_a_program_knows_has_no_graph_of_its_own(sizes: list[int]) ->
 
 @pytest.mark.ranks(3, processes=False)
 def test_sizes_that_a_program_states_are_compared_with_none() -> None:
-    """Not even where an input has them: a guard would have a graph for that cut, and another for all others."""
+    """Not even where an input has them: a guard would have a graph for that partition, and another for all others."""
     compiled = once(
         lambda: torch.compile(
             lambda x, y: x.redistribute(placements=[Shard(0)], sharding_shapes={0: [5, 0, 2]}) * y.sum(1, True),
@@ -475,8 +475,8 @@ def test_sizes_that_a_program_states_are_compared_with_none() -> None:
 
 
 @pytest.mark.nightly
-def test_rows_are_written_into_a_block_that_is_not_stored_in_rows() -> None:
-    """Whether the result is contiguous is asked of nobody's block."""
+def test_rows_are_written_into_a_shard_that_is_not_stored_in_rows() -> None:
+    """Whether the result is contiguous is asked of nobody's shard."""
     inputs = [
         Input("a0", (6, 4), "P(sum) S(1)", {1: [0, 4]}),
         Input("a1", (4, 4), "P(sum) S(1)", {1: [1, 3]}),
@@ -486,7 +486,7 @@ def test_rows_are_written_into_a_block_that_is_not_stored_in_rows() -> None:
 
 
 @pytest.mark.nightly
-def test_a_slice_of_a_dim_that_no_block_tells_through_inductor() -> None:
+def test_a_slice_of_a_dim_that_no_shard_tells_through_inductor() -> None:
     given = [
         Input("a0", (7, 3), layout="S(0)", sizes={0: [0, 0, 0, 7]}),
         Input("a1", (3, 3)),
@@ -520,15 +520,15 @@ def test_a_size_that_the_backward_pass_finds_to_be_a_number() -> None:
     assert found(lines, inputs, (2,), "aot_eager").kind == RIGHT
 
 
-def test_a_row_of_a_block_whose_size_a_run_gives_is_written_to() -> None:
+def test_a_row_of_a_shard_whose_size_a_run_gives_is_written_to() -> None:
     inputs = [Input("a0", (4, 6), "S(0)", {0: [1, 1, 2]})]
     lines = ["v0 = torch.cat([a0, a0], 0)", 'v1 = to(v0, "S(1)")', "v1.unbind(0)[-1].zero_()"]
     assert found(lines, inputs, backend="aot_eager").kind == RIGHT
 
 
 @pytest.mark.parametrize("dims", [(4, 0, 7), (0, 7, 3)])
-def test_dims_without_elements_do_not_tell_blocks_apart(dims: tuple[int, ...]) -> None:
-    """One such dim counts as one element in strides, a block without rows as none."""
+def test_dims_without_elements_do_not_tell_shards_apart(dims: tuple[int, ...]) -> None:
+    """One such dim counts as one element in strides, a shard without rows as none."""
     place = dims.index(7)
     inputs = [Input("a0", dims, f"S({place})", {0: [2, 3, 2, 0]}, inferred=True)]
     assert found(["v0 = a0 * 2"], inputs, (4,), "aot_eager").kind == RIGHT
@@ -536,7 +536,7 @@ def test_dims_without_elements_do_not_tell_blocks_apart(dims: tuple[int, ...]) -
 
 @pytest.mark.nightly
 def test_a_size_that_the_backward_pass_finds_to_be_a_number_beside_gradients_that_nobody_wants() -> None:
-    """The gradient of `cumprod` of a plain tensor is a loop over the extent, which the forward pass does not ask for."""
+    """The gradient of `cumprod` of a plain tensor is a loop over the size, which the forward pass does not ask for."""
     inputs = [
         Input("a0", (6, 4), "S(1) S(0)", {1: [6, 0], 0: [4, 0]}, grad=True),
         Input("a1", (4,), "P(sum) S(0)", {1: [2, 2]}, grad=True),
@@ -545,7 +545,7 @@ def test_a_size_that_the_backward_pass_finds_to_be_a_number_beside_gradients_tha
     assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
 
 
-def test_a_dim_without_rows_that_is_cut_twice_tells_its_blocks() -> None:
+def test_a_dim_without_rows_that_is_partition_twice_tells_its_shards() -> None:
     inputs = [Input("a0", (1, 0, 1), "S(1) S(1)", {1: [0, 0, 0, 0]}), Input("a1", (1, 1))]
     assert found(["v0 = a0 @ a1"], inputs, (2, 2), "aot_eager").kind == RIGHT
 
@@ -560,7 +560,7 @@ def test_parts_of_a_flattened_tensor_are_written_to(part: str) -> None:
     assert found(lines, inputs, (2, 2)).kind == RIGHT
 
 
-def test_rows_of_a_block_whose_size_a_run_gives_are_filled() -> None:
+def test_rows_of_a_shard_whose_size_a_run_gives_are_filled() -> None:
     inputs = [Input("a0", (7, 1), "S(1)", {0: [0, 1, 0]}, grad=True), Input("a1", (7, 4), "S(1)", {0: [0, 3, 1]})]
     lines = [f"v{n} = a{n}.index_fill({n}, torch.tensor([0, 2, 0]) % {7 if not n else 4}, 0.5)" for n in (0, 1)]
     lines.append("v2 = a0.index_fill(1, torch.tensor([0, 0]), 0.5)")
@@ -581,8 +581,8 @@ def test_a_sum_of_products_that_no_gradient_reaches(backend: str | None) -> None
     assert found(lines, inputs, backend=backend).kind == RIGHT
 
 
-def test_a_gradient_of_one_row_that_was_expanded_is_cut_again() -> None:
-    """Its only row has the stride of expanded rows, and a trace knows no block to be as small."""
+def test_a_gradient_of_one_row_that_was_expanded_is_partition_again() -> None:
+    """Its only row has the stride of expanded rows, and a trace knows no shard to be as small."""
     inputs = [
         Input("a0", (1, 2), "R S(1)", {1: [2, 0]}, grad=True),
         Input("a1", (1, 2), "S(0) S(1)", {0: [1, 0], 1: [0, 2]}, grad=True),
@@ -592,7 +592,7 @@ def test_a_gradient_of_one_row_that_was_expanded_is_cut_again() -> None:
 
 
 def test_a_column_that_a_compiled_function_returns_is_stored_as_a_plain_one() -> None:
-    """Its block is a copy, and AOTAutograd takes a view of it where a gradient is wanted."""
+    """Its shard is a copy, and AOTAutograd takes a view of it where a gradient is wanted."""
     inputs = [Input("a0", (5, 5), "S(1)", {0: [0, 3, 2]}, grad=True)]
     told = found(["v0 = a0[..., -2]"], inputs, backend="aot_eager")
     assert told.kind == RIGHT, told
@@ -655,7 +655,7 @@ def test_results_are_stored_as_those_of_plain_pytorch(
 
 
 def test_what_has_no_order_of_dims_is_brought_to_the_order_of_rows() -> None:
-    """An expanded tensor has strides of 0. Its gathered blocks lie in memory with the cut dim first."""
+    """An expanded tensor has strides of 0. Its gathered shards lie in memory with the sharded dim first."""
     inputs = [
         Input(f"a{n}", shape, "S(1)", {0: [1, 1, int(e)]}, grad=True)
         for n, (shape, e) in enumerate([((5, 3), 1), ((2, 5, 4), 3), ((2, 4, 3), 2)])
@@ -663,13 +663,13 @@ def test_what_has_no_order_of_dims_is_brought_to_the_order_of_rows() -> None:
     assert found(["v0 = torch.addbmm(a0, a1, a2)"], inputs).kind == RIGHT
 
 
-def test_a_part_is_filled_of_a_block_of_one_column() -> None:
+def test_a_part_is_filled_of_a_shard_of_one_column() -> None:
     inputs = [Input("a0", (5, 1), "S(1)", {0: [0, 1, 0]})]
     for line in ("a0[::3] = 1.25", "v0 = torch.fill(a0[::3], weight(1)[0])", "a0.fill_diagonal_(1.0)"):
         assert found([line], inputs, backend="aot_eager_decomp_partition").kind == RIGHT
 
 
-def test_rows_are_cut_off_a_part_whose_extent_is_a_formula() -> None:
+def test_rows_are_partition_off_a_part_whose_size_is_a_formula() -> None:
     lines = ["v0 = a0.tensor_split(2, 1)[0]", "v1 = F.pad(v0, [1, -1], value=0.5)"]
     assert found(lines, [Input("a0", (1, 7), "S(1)", {0: [5, 2, 0]})], backend="aot_eager").kind == RIGHT
 
@@ -691,7 +691,7 @@ def test_a_size_that_a_gradient_alone_tells() -> None:
     assert found(lines, inputs, (2, 2), "aot_eager_decomp_partition").kind == RIGHT
 
 
-def test_windows_of_a_block_of_one_column_have_gradients() -> None:
+def test_windows_of_a_shard_of_one_column_have_gradients() -> None:
     lines = ["v0 = a2.expand([1, -1, -1])", "v3 = v0.unfold(1, 2, 1)"]
     inputs = [Input("a2", (1, 4, 4), "R S(2)", {1: [3, 1]}, grad=True)]
     assert found(lines, inputs, (2, 2), "aot_eager_decomp_partition").kind == RIGHT
@@ -756,7 +756,7 @@ def test_a_program_is_compiled_after_one_that_could_not_be() -> None:
     often(
         [
             (["v0 = a0.masked_select(weight(0) > 0)"], [Input("a0", (0,), "S(0)", {0: [0, 0, 0]}, grad=True)], (3,)),
-            (["v0 = a0.sum([0, 1], True)", "v1 = v0[:0]"], [Input("a0", (7, 3), "S(0)", CUT, grad=True)], (3,)),
+            (["v0 = a0.sum([0, 1], True)", "v1 = v0[:0]"], [Input("a0", (7, 3), "S(0)", PARTITION, grad=True)], (3,)),
             (
                 ["v0 = a1 @ a1[:, :1]", "v1 = torch.fft.ihfft(v0, n=1, dim=0).real * 2"],
                 [Input("a0", (2, 2, 1), grad=True), Input("a1", (1, 2, 1), "S(0) S(0)", {1: [1, 0, 0, 0]})],

@@ -24,7 +24,7 @@ from shardcompile.compat import cuda_graphs, gpu_kernels, patch
 from shardcompile.dispatch import run as running
 from shardcompile.testing import LocalRanks, assert_matches_single_device
 from shardcompile.testing.agreement import RanksFailedError
-from shardcompile.testing.meetings import MeetingError
+from shardcompile.testing.rendezvous import MeetingError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,8 +47,8 @@ def test_a_grid_of_no_rows_is_empty(rows: int) -> None:
     for line in grid.prefix:
         exec(line, scope)
     _, y, z = (eval(str(n), scope) for n in (grid.x_grid, grid.y_grid, grid.z_grid))
-    blocks = -(-rows // 16)
-    assert y * z >= blocks and (y * z == 0) is (rows == 0) and y <= 65535
+    shards = -(-rows // 16)
+    assert y * z >= shards and (y * z == 0) is (rows == 0) and y <= 65535
 
 
 # Decisions
@@ -111,7 +111,7 @@ def test_reductions_along_two_dims_are_fused_by_hints(rows: str, dtype: torch.dt
         (lambda s: (5, s), lambda s: ((5,), (s,)), lambda s: [[5], [s]]),
     ],
 )
-def test_an_extent_goes_over_two_dims_of_a_kernel(groups: Any, lengths: Any, ranges: Any) -> None:
+def test_an_size_goes_over_two_dims_of_a_kernel(groups: Any, lengths: Any, ranges: Any) -> None:
     """Of rows whose number may be 0 or 1, which Inductor does not say of a size that is traced as others are."""
     from torch._inductor.codegen.simd import SIMDKernel
     from torch._inductor.sizevars import SizeVarAllocator
@@ -119,7 +119,7 @@ def test_an_extent_goes_over_two_dims_of_a_kernel(groups: Any, lengths: Any, ran
 
     s = sympy.Symbol("s2", integer=True, nonnegative=True)
     with contextlib.ExitStack() as stack, V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(ShapeEnv()))):
-        gpu_kernels.extents_over_two_dims(stack)
+        gpu_kernels.sizes_over_two_dims(stack)
         found, _ = SIMDKernel._split_iteration_ranges([sympy.sympify(g) for g in groups(s)], lengths(s))
     assert found == ranges(s)
 
@@ -248,25 +248,25 @@ def test_a_backward_pass_is_compiled_before_its_forward_pass_runs() -> None:
     manager.set_to_running_backward.assert_called_once_with()
 
 
-# Blocks without elements
+# Shards without elements
 
 
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
     """With what is done for GPUs done on CPUs, too."""
-    kept = set(running._RUN_ON_EMPTY_BLOCKS)
-    running._RUN_ON_EMPTY_BLOCKS.clear()
+    kept = set(running._RUN_ON_EMPTY_SHARDS)
+    running._RUN_ON_EMPTY_SHARDS.clear()
     sc.dispatch.clear_cache()
     try:
         yield
     finally:
-        running._RUN_ON_EMPTY_BLOCKS.update(kept)
+        running._RUN_ON_EMPTY_SHARDS.update(kept)
         sc.dispatch.clear_cache()
 
 
 @pytest.mark.nightly
 def test_nothing_is_made_without_a_kernel() -> None:
-    """Programs with empty blocks are right where kernels are not called for results without elements."""
+    """Programs with empty shards are right where kernels are not called for results without elements."""
     with as_on_gpus(), LocalRanks(2, processes=False) as two, LocalRanks(3, processes=False) as three:
         for seed in range(32_000_000, 32_000_120):
             program = draw(seed)
@@ -275,7 +275,7 @@ def test_nothing_is_made_without_a_kernel() -> None:
                 assert found.kind in (RIGHT, REFUSED), f"{found}\n{program}"
 
 
-def test_the_kernel_of_an_op_sees_no_block_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_an_op_sees_no_shard_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of an embedding's gradient, which reads memory that is not its own where there are no columns."""
     columns: list[int] = []
     real = running.compat.kernel_of

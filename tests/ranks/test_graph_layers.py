@@ -1,4 +1,4 @@
-"""Graph networks as people write them, on nodes and edges in uneven blocks, against one device."""
+"""Graph networks as people write them, on nodes and edges in uneven shards, against one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def points() -> Tensor:
     return torch.randn(NODES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def cut(full: Tensor, dim: int, sizes: list[int]) -> Any:
+def partition(full: Tensor, dim: int, sizes: list[int]) -> Any:
     return sc.distribute_tensor(full, mesh(), [Shard(dim)], sharding_shapes={0: sizes})
 
 
@@ -39,7 +39,7 @@ def check(plain: Any, ours: Any, model: nn.Module, compiled: bool) -> None:
     expected.sin().sum().backward()
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
-    x = cut(points(), 0, [5, 0, 4]).requires_grad_()
+    x = partition(points(), 0, [5, 0, 4]).requires_grad_()
     found = (torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours)(x)
     found.sin().sum().backward()
     torch.testing.assert_close(found.detach().full_tensor(), expected.detach(), **TIGHT)
@@ -65,7 +65,7 @@ def test_layers_of_torch_geometric(name: str, options: dict[str, Any], compiled:
         options = {**options, "deg": torch.bincount(torch.bincount(edges[1], minlength=NODES))}
     torch.manual_seed(0)
     model = getattr(layers, name)(6, 4, **options).double()
-    spread = cut(edges, 1, [9, 15, 0])
+    spread = partition(edges, 1, [9, 15, 0])
     check(lambda x: model(x, edges), lambda x: model(x, spread), model, compiled)
 
 

@@ -48,7 +48,7 @@ def laplacian(x: Tensor) -> Tensor:
     return near + x[1:-1, 1:-1, 2:] + x[1:-1, 1:-1, :-2]
 
 
-def cut(full: Tensor, sizes: list[int], on: DeviceMesh) -> Any:
+def partition(full: Tensor, sizes: list[int], on: DeviceMesh) -> Any:
     return sc.distribute_tensor(full, on, [Shard(0)], sharding_shapes={0: sizes})
 
 
@@ -99,31 +99,31 @@ def check(run: Any, plain: Any, fulls: list[Tensor], place: Any) -> None:
 
     given = [place(f).requires_grad_() for f in fulls]
     results = outs(run(*given))
-    assert all(r.sharding.cuts[0].sizes == given[0].sharding.cuts[0].sizes for r in results)
+    assert all(r.sharding.partitions[0].sizes == given[0].sharding.partitions[0].sizes for r in results)
     sum(r.sin().sum() for r in results).backward()
     for ours, theirs in zip([*results, *(g.grad for g in given)], once(expected), strict=True):
         torch.testing.assert_close(ours.detach().full_tensor(), theirs, **TIGHT)
 
 
-CUTS = [[5, 0, 2], [0, 7, 0], [1, 1, 9], [4, 6, 3], [0, 0, 5]]
+PARTITIONS = [[5, 0, 2], [0, 7, 0], [1, 1, 9], [4, 6, 3], [0, 0, 5]]
 
 
-def rows(extent: int, *rest: int, seed: int = 0) -> Tensor:
-    return torch.randn(extent, *rest, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def rows(size: int, *rest: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, *rest, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("sizes", CUTS, ids=str)
-def test_functions_on_blocks_give_what_they_give_on_one_device(sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", PARTITIONS, ids=str)
+def test_functions_on_shards_give_what_they_give_on_one_device(sizes: list[int]) -> None:
     qkv = [rows(sum(sizes), 2, 3, seed=s) for s in range(3)]
-    check(neighbourhood, attention, qkv, lambda f: cut(f, sizes, mesh()))
+    check(neighbourhood, attention, qkv, lambda f: partition(f, sizes, mesh()))
     x = rows(sum(sizes), 4)
-    check(smoothed, smoothed, [x], lambda f: cut(f, sizes, mesh()))
+    check(smoothed, smoothed, [x], lambda f: partition(f, sizes, mesh()))
     field = rows(sum(sizes), 3, 2)
     padded = lambda f: laplacian(torch.nn.functional.pad(f, [1] * 6))  # noqa: E731
-    check(stencil, padded, [field], lambda f: cut(f, sizes, mesh()))
+    check(stencil, padded, [field], lambda f: partition(f, sizes, mesh()))
     torch.testing.assert_close(stencil(field), padded(field))  # all of it plain
-    check(periodic_box, box_by_rolls, [x], lambda f: cut(f, sizes, mesh()))
+    check(periodic_box, box_by_rolls, [x], lambda f: partition(f, sizes, mesh()))
     torch.testing.assert_close(periodic_box(x), box_by_rolls(x))
 
 
@@ -144,13 +144,13 @@ def test_rows_at_the_other_end_come_as_often_as_they_are_wanted(sizes: list[int]
         found = [x[[(i + j) % total for j in range(-4, 3)]].sum(0) for i in range(total)]
         return torch.stack(found) if found else x * 2
 
-    check(sums, expected, [rows(total, 2)], lambda f: cut(f, sizes, mesh()))
+    check(sums, expected, [rows(total, 2)], lambda f: partition(f, sizes, mesh()))
     torch.testing.assert_close(sums(rows(total, 2)), expected(rows(total, 2)))
 
 
 @pytest.mark.ranks(3, processes=False)
 def test_a_periodic_halo_is_one_exchange() -> None:
-    x = cut(rows(9, 2), [2, 3, 4], mesh()).requires_grad_()
+    x = partition(rows(9, 2), [2, 3, 4], mesh()).requires_grad_()
     with Sent() as watch:
         out = sc.halo_map(lambda a: a[:-2] + a[1:-1] + a[2:], x, halo={0: (1, 1)}, fill="circular", crop=False)
         out.sin().sum().backward()
@@ -173,24 +173,24 @@ def test_a_periodic_halo_is_one_exchange() -> None:
         1,
     ),
 )
-def test_one_graph_serves_every_cut(backend: str, run: Any, plain: Any, shape: tuple[int, ...]) -> None:
+def test_one_graph_serves_every_partition(backend: str, run: Any, plain: Any, shape: tuple[int, ...]) -> None:
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     many = 3 if run is neighbourhood else 1
-    for count, sizes in enumerate([*CUTS, [2, 3, 1], [9, 0, 8]]):
+    for count, sizes in enumerate([*PARTITIONS, [2, 3, 1], [9, 0, 8]]):
         if count == 3:
             before = once(graphs_compiled)
         check(
             compiled,
             plain,
             [rows(sum(sizes), *shape, seed=s) for s in range(many)],
-            lambda f, n=sizes: cut(f, n, mesh()),
+            lambda f, n=sizes: partition(f, n, mesh()),
         )
     assert graphs_compiled() == before
 
 
 @pytest.mark.ranks(4, processes=False)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_two_cut_dims_bring_their_corners(compiled: bool) -> None:
+def test_two_partition_dims_bring_their_corners(compiled: bool) -> None:
     on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 
     def place(full: Tensor) -> Any:
@@ -210,7 +210,7 @@ def test_two_cut_dims_bring_their_corners(compiled: bool) -> None:
 @pytest.mark.ranks(3, processes=False)
 def test_pending_sums_plain_tensors_and_what_does_not_fit() -> None:
     full, on = rows(7, 2), mesh()
-    x = cut(full, [5, 0, 2], on)
+    x = partition(full, [5, 0, 2], on)
     twice = sc.halo_map(lambda a, b: a + b, x, full, halo={0: (1, 1)})
     torch.testing.assert_close(twice.full_tensor(), 2 * full)
     terms = sc.ShardTensor.from_local(full / 3, on, [Partial()])

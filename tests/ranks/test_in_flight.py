@@ -25,7 +25,7 @@ ROWS = [3, 5]
 
 @pytest.mark.parametrize("off", [(), pytest.param(("hold_order",), marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("write", WRITES)
-def test_a_block_that_is_being_gathered_is_not_written_to(write: str, off: Sequence[str]) -> None:
+def test_a_shard_that_is_being_gathered_is_not_written_to(write: str, off: Sequence[str]) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()
         whole: Any = y.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]

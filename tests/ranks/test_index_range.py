@@ -1,4 +1,4 @@
-"""An index that is out of range is an error that names op, index and extent, on every rank that has the index."""
+"""An index that is out of range is an error that names op, index and size, on every rank that has the index."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_out_of_range_is_an_error_on_every_rank(numbers: list[int], where: int) 
     full, index = torch.arange(14.0).reshape(7, 2), torch.tensor(numbers)
     x = sc.distribute_tensor(full, mesh, [PLACED[where][0]], sharding_shapes=PLACED[where][1])
     everywhere = sc.distribute_tensor(index, mesh, [Replicate()])
-    cut = sc.distribute_tensor(index, mesh, [Shard(0)], sharding_shapes={0: [2, 0, 3]})
+    partition = sc.distribute_tensor(index, mesh, [Shard(0)], sharding_shapes={0: [2, 0, 3]})
     for name, op in OPS.items():
         wrong = next((n for n in numbers if n > 6 or n < (-7 if name in WRAP else 0)), None)
         if wrong is None:
-            torch.testing.assert_close(op(x, cut).full_tensor(), op(full, index))
+            torch.testing.assert_close(op(x, partition).full_tensor(), op(full, index))
         for i in (index, everywhere):
             if wrong is None:
                 torch.testing.assert_close(op(x, i).full_tensor(), op(full, index))
@@ -60,7 +60,7 @@ def test_out_of_range_is_an_error_on_every_rank(numbers: list[int], where: int) 
                 op(full, index)
             # `take` counts elements.
             said = "index (18|-18)" if name == "take" else f"index {wrong}"
-            with pytest.raises(IndexRangeError, match=rf"aten.*: {said} is out of range for dim \d of extent"):
+            with pytest.raises(IndexRangeError, match=rf"aten.*: {said} is out of range for dim \d of size"):
                 op(x, i)
 
 
@@ -68,13 +68,13 @@ def test_out_of_range_is_an_error_on_every_rank(numbers: list[int], where: int) 
 def test_each_rank_looks_at_its_part_of_an_index() -> None:
     mesh, rows = init_device_mesh("cpu", (3,)), torch.arange(14.0).reshape(7, 2)
     table = sc.distribute_tensor(rows, mesh, [Replicate()])
-    cut = sc.distribute_tensor(torch.tensor([0, 1, 2, 9, 3]), mesh, [Shard(0)], sharding_shapes={0: [2, 0, 3]})
+    partition = sc.distribute_tensor(torch.tensor([0, 1, 2, 9, 3]), mesh, [Shard(0)], sharding_shapes={0: [2, 0, 3]})
     if mesh.get_rank() < 2:
-        found = F.embedding(cut, table).to_local()
+        found = F.embedding(partition, table).to_local()
         torch.testing.assert_close(found, rows[: 2 if mesh.get_rank() == 0 else 0])
         return
-    with pytest.raises(IndexRangeError, match="index 9 is out of range for dim 0 of extent 7"):
-        F.embedding(cut, table)
+    with pytest.raises(IndexRangeError, match="index 9 is out of range for dim 0 of size 7"):
+        F.embedding(partition, table)
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
@@ -136,7 +136,7 @@ def test_the_gradient_of_logcumsumexp_is_as_near_as_plain_pytorchs() -> None:
         torch.manual_seed(seed)
         x, w = torch.randn(20, 3) * 3, torch.randn(20, 3)
         truth = gradient(x.double(), w.double())
-        cut = [sc.distribute_tensor(t, mesh, [Shard(0)], sharding_shapes={0: [16, 0, 4]}) for t in (x, w)]
-        ours.append((gradient(*cut).full_tensor() - truth).abs().max().item())
+        partition = [sc.distribute_tensor(t, mesh, [Shard(0)], sharding_shapes={0: [16, 0, 4]}) for t in (x, w)]
+        ours.append((gradient(*partition).full_tensor() - truth).abs().max().item())
         plain.append((gradient(x, w) - truth).abs().max().item())
     assert sum(ours) <= 1.5 * sum(plain), (sum(ours), sum(plain))

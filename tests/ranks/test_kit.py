@@ -62,7 +62,7 @@ def test_a_model_matches() -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_parameters_in_blocks_match() -> None:
+def test_parameters_in_shards_match() -> None:
     def parallelize(module: nn.Module, mesh: DeviceMesh) -> None:
         def shard(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for key, p in list(part.named_parameters(recurse=False)):
@@ -237,7 +237,7 @@ def test_what_differs_between_ranks_is_named_before_anything_runs() -> None:
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "placements": ({"placements": [Shard(0)]}, "there are placements for [0], but inputs [0, 1]"),
-    "sizes": ({"sharding_shapes": [{0: [1, 2]}, None]}, "add up to 3, but tensor dim 0 has extent 7"),
+    "sizes": ({"sharding_shapes": [{0: [1, 2]}, None]}, "add up to 3, but tensor dim 0 has size 7"),
     "dim": ({"placements": [Shard(2), None]}, "S(2) is out of range"),
     "steps": ({"steps": 0}, "steps must be 1 or more"),
     "optimizer": ({"optimizer": torch.optim.SGD, "backward": False}, "an optimizer needs gradients"),
@@ -377,13 +377,13 @@ def test_a_wrong_rule_is_named_with_its_layouts(samples: list[Any]) -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_a_rule_that_is_wrong_about_blocks_does_not_hang(samples: list[Any]) -> None:
+def test_a_rule_that_is_wrong_about_shards_does_not_hang(samples: list[Any]) -> None:
     @sc.register_sharding(CENTRED)
     def rule(x: Any) -> list[Any]:
         return [([Shard(0)], [Shard(1)])]
 
     text = failing(check_rule, CENTRED, samples, backward=False)
-    assert "result is malformed" in text and "the block is torch.float64" in text, text
+    assert "result is malformed" in text and "the shard is torch.float64" in text, text
 
 
 @pytest.mark.ranks(2, 3, processes=False)

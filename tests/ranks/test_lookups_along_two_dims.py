@@ -1,4 +1,4 @@
-"""Elements named by several index tensors, of which some are cut like the rows: ``x[samples, places]``."""
+"""Elements named by several index tensors, of which some are sharded like the rows: ``x[samples, places]``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shardcompile.testing import mesh, once
 
 LENGTH, WIDTH = 5, 4
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
-CUTS = [([4, 0, 3], [4, 0, 3]), ([3, 3, 1], [3, 3, 1]), ([0, 7, 2], [2, 4, 3]), ([1, 8, 3], [6, 5, 1])]
-"""Blocks of the rows, and of the places; two cuts of the same rows, then others."""
+PARTITIONS = [([4, 0, 3], [4, 0, 3]), ([3, 3, 1], [3, 3, 1]), ([0, 7, 2], [2, 4, 3]), ([1, 8, 3], [6, 5, 1])]
+"""Shards of the rows, and of the places; two partitions of the same rows, then others."""
 
 
-def cut(full: Tensor, sizes: list[int]) -> Any:
+def partition(full: Tensor, sizes: list[int]) -> Any:
     return sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes})
 
 
@@ -50,7 +50,7 @@ def rows_of_others(x: Any, places: Any) -> Any:
     return x[(places.sum(-1) * 3) % x.shape[0], places.argmax(-1)]
 
 
-def cut_dim_inside(x: Any, places: Any) -> Any:
+def sharded_dim_inside(x: Any, places: Any) -> Any:
     rows = (places.sum(-1) * 3) % x.shape[0]
     return x.transpose(0, 1)[places.argmax(-1), rows]
 
@@ -78,7 +78,7 @@ ALL: list[Callable[..., Any]] = [
     several_of_each,
     counted_from_the_end,
     features_as_well,
-    cut_dim_inside,
+    sharded_dim_inside,
     behind_a_dim,
 ]
 
@@ -91,8 +91,8 @@ def drawn(rows: int) -> tuple[Tensor, Tensor]:
 
 def step(run: Any, program: Any, of_rows: list[int], of_places: list[int]) -> None:
     full, places = drawn(sum(of_rows))
-    x, plain = cut(full, of_rows).requires_grad_(), full.clone().requires_grad_()
-    found, expected = run(x, cut(places, of_places)), program(plain, places)
+    x, plain = partition(full, of_rows).requires_grad_(), full.clone().requires_grad_()
+    found, expected = run(x, partition(places, of_places)), program(plain, places)
     found.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(found.full_tensor(), expected, **TIGHT)
@@ -110,10 +110,10 @@ def step(run: Any, program: Any, of_rows: list[int], of_places: list[int]) -> No
 )
 def test_values_and_gradients_in_one_graph(program: Callable[..., Any], backend: str) -> None:
     run = torch.compile(program, fullgraph=True, backend=backend) if backend else program
-    for sizes in CUTS[:3]:
+    for sizes in PARTITIONS[:3]:
         step(run, program, *sizes)
     before = once(graphs_compiled)
-    step(run, program, *CUTS[3])
+    step(run, program, *PARTITIONS[3])
     assert graphs_compiled() == before
 
 
@@ -122,7 +122,7 @@ def test_values_and_gradients_in_one_graph(program: Callable[..., Any], backend:
 def test_nothing_but_counts_is_sent_for_elements_of_own_rows(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [4, 0, 3]
     full, places = drawn(sum(sizes))
-    x, places = cut(full, sizes).requires_grad_(), cut(places, sizes)
+    x, places = partition(full, sizes).requires_grad_(), partition(places, sizes)
     run = torch.compile(last_of_each, fullgraph=True, backend="aot_eager") if compiled else last_of_each
     run(x, places).square().sum().backward()
     sent = count_bytes(monkeypatch)
@@ -143,7 +143,7 @@ def test_a_place_out_of_range_is_no_element_of_the_next_row(compiled: bool) -> N
         full, places = drawn(9)
         places[:, 0] = bad
         with pytest.raises(IndexError, match="index"):
-            call(cut(full, [4, 2, 3]), cut(places, [4, 2, 3]))
+            call(partition(full, [4, 2, 3]), partition(places, [4, 2, 3]))
 
 
 def test_the_backward_pass_takes_the_links_of_the_forward_pass() -> None:

@@ -37,7 +37,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inputs() -> list[tuple[list[int], Tensor]]:
-    """Blocks, and rows of which some are kept, all, none, or those of one rank."""
+    """Shards, and rows of which some are kept, all, none, or those of one rank."""
     torch.manual_seed(0)
     some = torch.randn(7, 4, dtype=torch.float64)
     one = some.abs().neg()
@@ -100,14 +100,16 @@ def test_rows_stay_on_their_ranks() -> None:
     mask = sc.distribute_tensor(plain, mesh(), [Shard(0)], sharding_shapes={0: [0, 7, 0]})
     for given in (plain, mask):
         y = x[given]
-        assert y.sharding.cuts[0].sizes == (2, 0, 1) and torch.equal(y.full_tensor(), full[plain])
+        assert y.sharding.partitions[0].sizes == (2, 0, 1) and torch.equal(y.full_tensor(), full[plain])
     numbers = (x > 5).nonzero()
-    assert numbers.sharding.cuts[0].sizes == (0, 0, 8) and torch.equal(numbers.full_tensor(), (full > 5).nonzero())
+    assert numbers.sharding.partitions[0].sizes == (0, 0, 8) and torch.equal(
+        numbers.full_tensor(), (full > 5).nonzero()
+    )
 
 
 @pytest.mark.ranks(4, processes=False)
 @pytest.mark.parametrize("columns", [Replicate(), Shard(1)], ids=str)
-def test_rows_of_a_tensor_that_two_mesh_dims_cut(columns: Any) -> None:
+def test_rows_of_a_tensor_that_two_mesh_dims_partition(columns: Any) -> None:
     on = init_device_mesh("cpu", (2, 2))
     full = torch.randn(7, 4)
     x = sc.distribute_tensor(full, on, [Shard(0), Replicate()], sharding_shapes={0: [5, 2]})
@@ -128,7 +130,7 @@ def test_a_value_is_written_where_a_mask_says() -> None:
             expected = full.clone()
             expected[mask] = 3.0
             x[given] = 3.0
-            assert x.sharding.cuts[0].sizes == tuple(sizes) and torch.equal(x.full_tensor(), expected)
+            assert x.sharding.partitions[0].sizes == tuple(sizes) and torch.equal(x.full_tensor(), expected)
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -196,7 +198,7 @@ _SIZED += [
 
 @pytest.mark.ranks(3, processes=False, timeout=300)
 @pytest.mark.parametrize(("placement", "backend", "name"), often(_SIZED, 2), ids=str)
-def test_sizes_that_a_run_gives_of_what_is_cut_otherwise(placement: Any, backend: str, name: str) -> None:
+def test_sizes_that_a_run_gives_of_what_is_partition_otherwise(placement: Any, backend: str, name: str) -> None:
     run = torch.compile(lambda x, m: SIZED_BY_RUN[name](x, m) * 2, fullgraph=True, backend=backend)
     for seed, grad in ((0, False), (1, False), (2, True), (3, True)):
         draw = torch.Generator().manual_seed(seed)

@@ -58,7 +58,7 @@ def step(run: Run, plain: Run, full: Tensor, mask: Tensor, sizes: Sequence[int],
     x = sharded(full, 1, sizes).requires_grad_()
     y = run(x, sharded(mask, mask_dim, sizes))
     y.sin().sum().backward()
-    assert x.grad.sharding.cuts[1].sizes == tuple(sizes)
+    assert x.grad.sharding.partitions[1].sizes == tuple(sizes)
     for ours, theirs in zip((y.detach(), x.grad), once(expected), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, **TIGHT)
     return y
@@ -118,7 +118,7 @@ def test_rows_stay_and_counts_travel(name: str) -> None:
         assert {n for n in sent.names if n not in FOR_OTHER_OPS} <= {COUNTS}, sent.names
         assert y.placements == (Shard(dim),)
         alone = [plain(*parts).shape[dim] for parts in zip(full.split(sizes, 1), mask.split(sizes), strict=True)]
-        assert y.sharding.cuts[dim].sizes == tuple(alone)
+        assert y.sharding.partitions[dim].sizes == tuple(alone)
 
 
 ROWS_MOVE: dict[str, tuple[Run, int]] = {
@@ -155,7 +155,7 @@ def test_rows_of_several_segments_move_once(name: str) -> None:
         if name != "written":
             assert y.placements == (Shard(0),)
             alone = [plain(*parts).shape[0] for parts in zip(full.split(sizes, 1), mask.split(sizes, 1), strict=True)]
-            assert name == "masked_select of columns" or y.sharding.cuts[0].sizes == tuple(alone)
+            assert name == "masked_select of columns" or y.sharding.partitions[0].sizes == tuple(alone)
 
 
 # Other layouts
@@ -253,7 +253,7 @@ def test_kept_pixels_of_an_image_stay_in_its_rows() -> None:
     with Sent() as sent:
         y = x[mask]
     assert sent.names == [COUNTS, COUNTS, EXCHANGE]
-    assert y.placements == (Shard(0), Shard(0)) and y.sharding.cuts[0].sizes == tuple(kept)
+    assert y.placements == (Shard(0), Shard(0)) and y.sharding.partitions[0].sizes == tuple(kept)
     assert torch.equal(y.full_tensor(), full[mask])
 
 
@@ -299,7 +299,7 @@ def test_images_are_scattered_into_a_sequence(images: str, expanded: bool) -> No
             y = hidden.masked_scatter(m.expand(batch, 9, 4) if expanded else m, source)
         moves = [EXCHANGE] * (batch > 1) + ["all_to_all_v", "fetch_ranges"] * (images == "sharded")
         assert set(sent.names) <= {COUNTS, *moves}, sent.names
-        assert y.placements == (Shard(1),) and y.sharding.cuts[1].sizes == tuple(sizes)
+        assert y.placements == (Shard(1),) and y.sharding.partitions[1].sizes == tuple(sizes)
         plain, plain_rows = full.clone().requires_grad_(), rows.clone().requires_grad_()
         expected = plain.masked_scatter(mask, plain_rows)
         y.sin().sum().backward()

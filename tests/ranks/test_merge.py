@@ -16,11 +16,11 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.functional import batch_norm, cross_entropy
 
 import shardcompile as sc
-from shardcompile.offline import trace_offline
+from shardcompile.inspect.offline import trace_offline
 from shardcompile.passes import inductor_options
 from shardcompile.testing import mesh, once, world_size
 
-CUTS = {3: ([4, 0, 5], [1, 8, 0], [0, 0, 9]), 2: ([7, 2], [0, 9])}
+PARTITIONS = {3: ([4, 0, 5], [1, 8, 0], [0, 0, 9]), 2: ([7, 2], [0, 9])}
 
 
 def pooled(x: Tensor, v: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ def reference(program: Callable[..., Tensor], full: Sequence[Tensor]) -> list[Te
 def same_as_plain(
     program: Callable[..., Tensor], on: DeviceMesh, full: Sequence[Tensor], how: dict[str, Any], tolerance: float
 ) -> None:
-    """Compare value and gradients over several cuts, of which one graph serves all."""
+    """Compare value and gradients over several partitions, of which one graph serves all."""
     expected = once(lambda: reference(program, full))
     compiled = torch.compile(program, fullgraph=True, **how)
     placements = [Shard(0), *[Replicate()] * (on.ndim - 1)]
-    for sizes in CUTS[on.size(0)]:
+    for sizes in PARTITIONS[on.size(0)]:
         at = on.get_local_rank(0)
         leaves = [
             sc.ShardTensor.from_local(t.split(sizes)[at].clone(), on, placements, {0: sizes}).requires_grad_()
@@ -158,7 +158,7 @@ def test_a_layer_of_linear_attention_has_one_collective_each_way() -> None:
 
 
 def counts(fn: Callable[[Tensor], Tensor], dim: int, off: Sequence[str] = ()) -> tuple[int, int]:
-    """Collectives of the forward and of the backward pass, for a matrix that is cut along a dim."""
+    """Collectives of the forward and of the backward pass, for a matrix that is sharded along a dim."""
 
     def build(on: DeviceMesh) -> Any:
         return fn, (sc.rand(4099, 64, device_mesh=on, placements=[Shard(dim)]).requires_grad_(),)
@@ -175,7 +175,7 @@ def test_a_norm_along_the_rows_has_one_collective_each_way() -> None:
 
 
 @pytest.mark.nightly
-def test_other_norms_and_losses_along_a_cut() -> None:
+def test_other_norms_and_losses_along_a_partition() -> None:
     assert counts(lambda x: nn.functional.layer_norm(x, (64,)).square().sum(), 1) == (1, 1)
     assert counts(lambda x: batch_norm(x, None, None, training=True).pow(3).sum(), 0) == (1, 1)
     assert counts(lambda x: cross_entropy(x, torch.arange(4099) % 64), 1) == (2, 1)  # 3 and 1, of all logits, without

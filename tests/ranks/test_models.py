@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
-from shardcompile.reports import explain
+from shardcompile.inspect import explain
 from shardcompile.testing import assert_graph, assert_matches_single_device, same_collectives_on_every_rank
 
 SIZES = [40, 0, 1, 25, 64, 3, 17, 10]
@@ -41,7 +41,7 @@ class Points(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Layers over a sequence in blocks: queries stay where they are, keys and values are gathered."""
+    """Layers over a sequence sharded: queries stay where they are, keys and values are gathered."""
 
     placements = (Shard(1), Shard(1))
 
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
 
 
 class Images(nn.Module):
-    """A convolutional network on a batch in blocks, whose batch norms need every block."""
+    """A convolutional network on a batch sharded, whose batch norms need every shard."""
 
     placements = (Shard(0), Shard(0))
 
@@ -93,7 +93,7 @@ class Images(nn.Module):
 
 
 class Graphs(nn.Module):
-    """Rounds of messages along edges: edges and nodes are in blocks of their own."""
+    """Rounds of messages along edges: edges and nodes are sharded of their own."""
 
     placements = (Shard(0), Shard(0), Shard(0))
 
@@ -151,9 +151,11 @@ def test_one_row_in_all(model: Any) -> None:
     torch.manual_seed(0)
     net = model().double()
     inputs = data(model, 1, torch.float64)
-    cuts = [{0: [0, 2, 0] if x.shape[p.dim] == 2 else [0, 1, 0]} for x, p in zip(inputs, model.placements, strict=True)]
+    partitions = [
+        {0: [0, 2, 0] if x.shape[p.dim] == 2 else [0, 1, 0]} for x, p in zip(inputs, model.placements, strict=True)
+    ]
     assert_matches_single_device(
-        net, inputs, list(model.placements), sharding_shapes=cuts, backend="aot_eager", input_grads=False
+        net, inputs, list(model.placements), sharding_shapes=partitions, backend="aot_eager", input_grads=False
     )
 
 
@@ -167,7 +169,7 @@ def build_of(model: Any, rows: list[int], layers: int = 1) -> Callable[[DeviceMe
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
         here = mesh.get_rank()
 
-        def block(shape: tuple[int, ...], placement: Placement) -> sc.ShardTensor:
+        def shard(shape: tuple[int, ...], placement: Placement) -> sc.ShardTensor:
             dim = placement.dim  # type: ignore[attr-defined]
             sizes = [s * (shape[dim] // sum(rows)) for s in rows]
             local = list(shape)
@@ -175,8 +177,8 @@ def build_of(model: Any, rows: list[int], layers: int = 1) -> Callable[[DeviceMe
             dtype = torch.int64 if model is Graphs and shape[-1] == 2 else torch.float32
             return sc.ShardTensor.from_local(torch.zeros(local, dtype=dtype), mesh, [placement], {0: sizes})
 
-        blocks = [block(s, p) for s, p in zip(model.shapes(sum(rows)), model.placements, strict=True)]
-        return model(layers), tuple(blocks)
+        shards = [shard(s, p) for s, p in zip(model.shapes(sum(rows)), model.placements, strict=True)]
+        return model(layers), tuple(shards)
 
     return build
 

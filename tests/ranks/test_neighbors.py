@@ -1,4 +1,4 @@
-"""Neighbours among points in blocks, against scipy and torch on all points."""
+"""Neighbours among points sharded, against scipy and torch on all points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcompile as sc
-from shardcompile.collectives import block_search, transport
+from shardcompile.collectives import local_search, transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
 
@@ -27,7 +27,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 class Case(NamedTuple):
-    """Queries and points in blocks."""
+    """Queries and points sharded."""
 
     queries: Tensor
     asking: list[int]
@@ -35,19 +35,19 @@ class Case(NamedTuple):
     sizes: list[int]
 
 
-def blocks(draw: random.Random, extent: int, ranks: int) -> list[int]:
-    ends = sorted(draw.randint(0, extent) for _ in range(ranks - 1))
-    return [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
+def shards(draw: random.Random, size: int, ranks: int) -> list[int]:
+    ends = sorted(draw.randint(0, size) for _ in range(ranks - 1))
+    return [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
 
 
 def drawn(ranks: int, seed: int, dims: int = 3, on_grid: bool = False) -> Case:
-    """Blocks of any sizes; on a grid many points are equally far away, or the same."""
+    """Shards of any sizes; on a grid many points are equally far away, or the same."""
     draw, values = random.Random(seed), torch.Generator().manual_seed(seed)
     n, m = draw.choice([1, 5, 30]), draw.choice([1, 6, 50])
     queries, points = (torch.randn(e, dims, dtype=torch.float64, generator=values) for e in (n, m))
     if on_grid:
         queries, points = queries.round(), points.round()
-    return Case(queries, blocks(draw, n, ranks), points, blocks(draw, m, ranks))
+    return Case(queries, shards(draw, n, ranks), points, shards(draw, m, ranks))
 
 
 def exact(queries: Tensor, points: Tensor, k: int, reach: float = torch.inf) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +59,7 @@ def exact(queries: Tensor, points: Tensor, k: int, reach: float = torch.inf) -> 
     return near, torch.where(near.isinf(), len(points), numbers), (whole <= reach).sum(1)
 
 
-def cut(full: Tensor, sizes: list[int], on: DeviceMesh) -> Any:
+def partition(full: Tensor, sizes: list[int], on: DeviceMesh) -> Any:
     return sc.distribute_tensor(full, on, [Shard(0)], sharding_shapes={0: sizes})
 
 
@@ -82,10 +82,10 @@ def check(run: Any, of: Case, k: int, reach: float) -> None:
         (torch.where(real, apart.norm(dim=2), 0) * torch.arange(1, k + 1)).sin().sum().backward()
         return near, numbers, counts, queries.grad, points.grad
 
-    queries = cut(of.queries, of.asking, mesh()).requires_grad_()
-    points = cut(of.points, of.sizes, mesh()).requires_grad_()
+    queries = partition(of.queries, of.asking, mesh()).requires_grad_()
+    points = partition(of.points, of.sizes, mesh()).requires_grad_()
     near, numbers, counts = run(queries, points)
-    assert near.sharding.cuts[0].sizes == tuple(of.asking)
+    assert near.sharding.partitions[0].sizes == tuple(of.asking)
     used = torch.where(near.isinf(), 0, near) * torch.arange(1, k + 1)
     used.sin().sum().backward()
     wanted = once(expected)
@@ -101,7 +101,7 @@ def check(run: Any, of: Case, k: int, reach: float) -> None:
 @pytest.mark.parametrize("on_grid", [False, True])
 def test_neighbours_are_those_of_all_points(trees: bool, on_grid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not trees:
-        once(lambda: monkeypatch.setattr(block_search, "_tree_of_scipy", lambda: None))
+        once(lambda: monkeypatch.setattr(local_search, "_tree_of_scipy", lambda: None))
     for seed in range(8):
         of = drawn(world_size(), seed, on_grid=on_grid)
         check(nearest, of, 4, torch.inf)
@@ -113,12 +113,12 @@ def test_neighbours_are_those_of_all_points(trees: bool, on_grid: bool, monkeypa
     ("backend", "run", "count"),
     often([("aot_eager", around, 6), ("aot_eager", nearest, 20), ("inductor", around, 20)], 1),
 )
-def test_one_graph_serves_every_cut(backend: str, run: Any, count: int) -> None:
+def test_one_graph_serves_every_partition(backend: str, run: Any, count: int) -> None:
     cases = [c for c in (drawn(3, seed) for seed in range(8 * count)) if len(c.queries) > 1 and len(c.points) > 1]
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     k, reach = (3, 1.0) if run is around else (4, torch.inf)
     check(compiled, cases[0], k, reach)
-    for of in cases[1:4]:  # extents that change compile once more, as everywhere
+    for of in cases[1:4]:  # sizes that change compile once more, as everywhere
         check(compiled, of, k, reach)
     before = once(graphs_compiled)
     for of in cases[4 : 4 + count]:
@@ -128,7 +128,7 @@ def test_one_graph_serves_every_cut(backend: str, run: Any, count: int) -> None:
 
 @pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize("backend", often(["eager", "inductor"], 1))
-def test_blocks_travel_on_gloo(backend: str) -> None:
+def test_shards_travel_on_gloo(backend: str) -> None:
     of = drawn(3, 4)
     check(
         torch.compile(nearest, fullgraph=True, backend=backend),
@@ -142,7 +142,7 @@ def test_blocks_travel_on_gloo(backend: str) -> None:
 def test_100000_points_have_the_neighbours_that_scipy_finds() -> None:
     sizes, count = [50_000, 0, 30_000, 20_000], 100_000
     full = once(lambda: torch.rand(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    points = cut(full, sizes, mesh())
+    points = partition(full, sizes, mesh())
     near, numbers = sc.neighbors.knn(points, points, 8)
     told = once(lambda: cKDTree(full.numpy()).query(full.numpy(), 8))
     assert torch.equal(numbers.full_tensor(), torch.from_numpy(told[1]))
@@ -164,11 +164,11 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_a_search_by_trees_comes_near_its_block() -> None:
+def test_no_tensor_of_a_search_by_trees_comes_near_its_shard() -> None:
     points = torch.rand(40_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = block_search.Found.none(points, 16, len(points))
+    found = local_search.Found.none(points, 16, len(points))
     with _Largest(found.flat, points) as largest:
-        block_search.search(found, block_search.searchable(points, 0), points, torch.inf)
+        local_search.search(found, local_search.searchable(points, 0), points, torch.inf)
     assert torch.equal(found.numbers[:, 0], torch.arange(len(points)))
     assert 0 < largest.bytes <= points.nbytes // 8
 
@@ -184,7 +184,7 @@ def test_numbers_that_are_not_finite_have_no_neighbours(value: float, of_queries
 
 
 @pytest.mark.ranks(4, processes=False)
-def test_a_rank_holds_one_block_of_another_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_holds_one_shard_of_another_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [6, 0, 9, 5]
     received = once(list)
     real = transport.exchange
@@ -199,7 +199,7 @@ def test_a_rank_holds_one_block_of_another_at_a_time(monkeypatch: pytest.MonkeyP
 
     once(lambda: monkeypatch.setattr(transport, "exchange", counted))
     full = torch.randn(20, 3, dtype=torch.float64)
-    points = cut(full, sizes, mesh())
+    points = partition(full, sizes, mesh())
     sc.neighbors.knn(points, points, 2).distances.full_tensor()
     for r in range(4):
         mine = [(n, at) for who, n, at in received if who == r]
@@ -212,7 +212,7 @@ def test_a_rank_holds_one_block_of_another_at_a_time(monkeypatch: pytest.MonkeyP
 def test_numbers_of_fewer_bits(dtype: torch.dtype) -> None:
     of = drawn(3, 4)
     queries, points = of.queries.to(dtype), of.points.to(dtype)
-    near, numbers = sc.neighbors.knn(cut(queries, of.asking, mesh()), cut(points, of.sizes, mesh()), 4)
+    near, numbers = sc.neighbors.knn(partition(queries, of.asking, mesh()), partition(points, of.sizes, mesh()), 4)
     expected = exact(queries.double(), points.double(), 4)
     assert near.dtype is dtype and torch.equal(numbers.full_tensor(), expected[1])
     assert torch.equal(near.full_tensor(), expected[0].to(dtype))
@@ -225,7 +225,9 @@ def test_many_dims_and_what_is_not_a_number() -> None:
     low = drawn(3, 4)
     points = low.points.clone()
     points[3, 1], points[5, 0] = torch.nan, torch.inf
-    near, numbers = sc.neighbors.knn(cut(low.queries, low.asking, mesh()), cut(points, low.sizes, mesh()), len(points))
+    near, numbers = sc.neighbors.knn(
+        partition(low.queries, low.asking, mesh()), partition(points, low.sizes, mesh()), len(points)
+    )
     good = [i for i in range(len(points)) if i not in (3, 5)]
     wanted, among, _ = exact(low.queries, points[good], len(good))
     assert torch.equal(numbers.full_tensor()[:, : len(good)], torch.tensor(good)[among])
@@ -268,7 +270,7 @@ def test_layouts_of_queries_and_points(compiled: bool) -> None:
 @pytest.mark.ranks(2, processes=False)
 def test_second_gradients_and_bad_arguments() -> None:
     full = torch.randn(5, 2, dtype=torch.float64)
-    x = cut(full, [5, 0], mesh()).requires_grad_()
+    x = partition(full, [5, 0], mesh()).requires_grad_()
     (first,) = torch.autograd.grad(sc.neighbors.knn(x, x, 3).distances[:, 1:].square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
 
@@ -287,7 +289,7 @@ def test_second_gradients_and_bad_arguments() -> None:
         (full, full, 0, "at least 1 point"),
     ):
         with pytest.raises(sc.LayoutError, match=message):
-            sc.neighbors.knn(cut(queries, [3, 2], mesh()), points, k)
+            sc.neighbors.knn(partition(queries, [3, 2], mesh()), points, k)
     with pytest.raises(sc.LayoutError, match="within at least 0"):
         sc.neighbors.radius(x, x, -1.0, 2)
     assert np.isinf(sc.neighbors.radius(full, full + 9, 0.1, 2).distances.numpy()).all()
@@ -298,8 +300,8 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "neighbors.md"
 
 def code_of_the_guide() -> dict[str, Any]:
     named: dict[str, Any] = {}
-    for block in re.finditer(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(block[1], GUIDE, "exec"), named)
+    for shard in re.finditer(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(shard[1], GUIDE, "exec"), named)
     return named
 
 
@@ -311,12 +313,12 @@ def test_the_code_of_the_guide() -> None:
     near = features[exact(points, points, 3)[1]]
     here = features.unsqueeze(1).expand_as(near)
     expected = (torch.cat([here, near - here], 2) @ weight).relu().amax(1)
-    found = named["edge_conv"](cut(points, sizes, mesh()), cut(features, sizes, mesh()), weight, 3)
+    found = named["edge_conv"](partition(points, sizes, mesh()), partition(features, sizes, mesh()), weight, 3)
     torch.testing.assert_close(found.full_tensor(), expected, **TIGHT)
     field = torch.randn(9, 3, 4, dtype=torch.float64, generator=draw)
     padded = torch.nn.functional.pad(field, [1] * 6)
-    warmed = named["heat"](cut(field, sizes, mesh()))
+    warmed = named["heat"](partition(field, sizes, mesh()))
     torch.testing.assert_close(warmed.full_tensor(), field + 0.1 * named["laplacian"](padded), **TIGHT)
     q, k, v = (torch.randn(9, 2, 3, dtype=torch.float64, generator=draw) for _ in range(3))
-    seen = named["neighbourhood_attention"](*(cut(t, sizes, mesh()) for t in (q, k, v)))
+    seen = named["neighbourhood_attention"](*(partition(t, sizes, mesh()) for t in (q, k, v)))
     torch.testing.assert_close(seen.full_tensor(), named["attention"](q, k, v), **TIGHT)

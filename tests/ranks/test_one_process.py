@@ -27,13 +27,13 @@ import shardcompile as sc
 from shardcompile import config
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import LocalRanks, mesh, once, rank, world_size
-from shardcompile.testing.turns import RanksWaitError
+from shardcompile.testing.scheduler import RanksWaitError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from programs import program, records, records_on_square
 
-CUTS = [[5, 0, 2], [1, 1, 7], [0, 9, 0], [3, 3, 1]]
+PARTITIONS = [[5, 0, 2], [1, 1, 7], [0, 9, 0], [3, 3, 1]]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def processes() -> Iterator[LocalRanks]:
 
 
 def same_records(one: LocalRanks, other: LocalRanks, run: Any, seeds: list[int]) -> None:
-    """Compare every step of programs on every rank: layouts, bytes of blocks and gradients, collectives, errors."""
+    """Compare every step of programs on every rank: layouts, bytes of shards and gradients, collectives, errors."""
     found, expected = one(run, seeds, timeout=600), other(run, seeds, timeout=600)
     for here, there in zip(found, expected, strict=True):
         for seed, got, want in zip(seeds, here, there, strict=True):
@@ -155,12 +155,12 @@ class Net(nn.Module):
 
 @pytest.mark.ranks(3, processes=False, timeout=300)
 @pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
-def test_one_graph_serves_all_ranks_and_cuts(backend: str) -> None:
+def test_one_graph_serves_all_ranks_and_partitions(backend: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
     counter = once(lambda: CompileCounterWithBackend(backend))
     net, reference = Net(), Net()
     step = torch.compile(net, fullgraph=True, backend=counter)
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         full = torch.randn(sum(sizes), 3, dtype=torch.float64)
         net.zero_grad(), reference.zero_grad()
         loss = step(sc.ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh, [Shard(0)], {0: sizes}))

@@ -43,8 +43,8 @@ def test_the_page_is_what_the_records_say(ranks: Ranks) -> None:
 class _Sent(CollectiveWatch):
     """Whether anything was sent, by the names of collectives alone."""
 
-    NOTHING = ("wait_tensor", "take_block", "place_block", "derive_cut", "seeded_", "block_starts", "rows_of_span",
-               "convolution", "attend", "max_pool", "sum_pool", "cut_of_sizes")  # fmt: skip
+    NOTHING = ("wait_tensor", "take_shard", "place_shard", "derive_partition", "seeded_", "shard_starts", "rows_of_span",
+               "convolution", "attend", "max_pool", "sum_pool", "partition_of_sizes")  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ _CHECKED = (
 
 @pytest.mark.parametrize("style", [1, 2])
 def test_rows_stay_where_it_is_said_that_nothing_is_sent(ranks: Ranks, style: int) -> None:
-    """In other cuts, with an empty block and one of one row, and by another count of what is sent."""
+    """In other partitions, with an empty shard and one of one row, and by another count of what is sent."""
     ops = [op for name in _CHECKED for op in ops_named(f"aten.{name}")[:1]]
-    said = {op: {s.cut: s.how for s in ranks.outcomes_of(op, example_of(op))} for op in ops}
+    said = {op: {s.partition: s.how for s in ranks.outcomes_of(op, example_of(op))} for op in ops}
 
     def run(mesh: object) -> list[tuple[str, str, bool, bool]]:
         found = []
@@ -94,10 +94,14 @@ def test_rows_stay_where_it_is_said_that_nothing_is_sent(ranks: Ranks, style: in
     with LocalRanks(3, processes=False) as threads:
         (found, *others) = threads(run)
     assert all(other == found for other in others)
-    wrong = [(op, cut) for op, cut, _, right in found if not right]
+    wrong = [(op, partition) for op, partition, _, right in found if not right]
     assert not wrong, wrong
-    ways = {(str(op), cut): how for op, cuts in said.items() for cut, how in cuts.items()}
-    differing = [(op, cut, ways[op, cut]) for op, cut, silent, _ in found if silent != (ways[op, cut] == "local")]
+    ways = {(str(op), partition): how for op, partitions in said.items() for partition, how in partitions.items()}
+    differing = [
+        (op, partition, ways[op, partition])
+        for op, partition, silent, _ in found
+        if silent != (ways[op, partition] == "local")
+    ]
     assert not differing, differing
     assert set(ways.values()) == {"local", "reduced", "exchanged", "gathered"}
 
@@ -124,9 +128,9 @@ def test_every_record_says_something(ranks: Ranks) -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["op", "aten.cumprod", "torch.ops.aten.mm.default"]) == 0
     printed = capsys.readouterr().out
-    assert "self along dim 0  nothing is sent, on blocks; the result is cut along dim 0" in printed
+    assert "self along dim 0  nothing is sent, on local shards; the result is sharded along dim 0" in printed
     assert "self along dim 1  rows go to ranks that need them; no tensor is gathered, by its form" in printed
-    assert "self cut along dim 1, mat2 cut along dim 0 -> a pending sum" in printed
+    assert "self sharded along dim 1, mat2 sharded along dim 0 -> a pending sum" in printed
     assert "cumprod (shardcompile/ops/" in printed and "torch" not in printed.partition("aten::mm")[0].split("\n")[0]
     with pytest.raises(SystemExit):
         main(["op", "aten.no_such_op"])

@@ -1,6 +1,6 @@
-"""Blocks that are stored in different orders of dims meet: compiled, that is what eager mode gives, on blocks of any size.
+"""Shards that are stored in different orders of dims meet: compiled, that is what eager mode gives, on local shards of any size.
 
-A linear layer along a cut dim that is not the first leaves its result with that dim first in memory. What torch says
+A linear layer along a sharded dim that is not the first leaves its result with that dim first in memory. What torch says
 while it traces about the memory of results, and what it asks about sizes to say so, must not leave ranks with a graph
 of their own or with views that cannot be made.
 """
@@ -92,7 +92,7 @@ class Between(nn.Module):
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("group", often(list(GROUPS), 1))
-def test_ops_on_blocks_of_several_orders(group: str) -> None:
+def test_ops_on_shards_of_several_orders(group: str) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(2, 7, 6, dtype=torch.float64), torch.randn(2, 7, 6, dtype=torch.float64)
     model = Between(GROUPS[group]).double()
@@ -101,7 +101,7 @@ def test_ops_on_blocks_of_several_orders(group: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_ops_on_blocks_of_several_orders_through_inductor() -> None:
+def test_ops_on_shards_of_several_orders_through_inductor() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(2, 7, 6, dtype=torch.float64), torch.randn(2, 7, 6, dtype=torch.float64)
     model = Between([GROUPS["normalisations"][1]]).double()

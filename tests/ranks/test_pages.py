@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import DOCS, Block, blocks, run_blocks, without_versions_and_places
+from pages import DOCS, Shard_, run_blocks, shards, without_versions_and_places
 from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -28,27 +28,27 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def by_aot_eager(page: str) -> list[Block]:
-    """The blocks of a page; what they compile by our backend is compiled in a tenth of the time."""
-    return [replace(b, source=b.source.replace('"shardcompile"', '"aot_eager"')) for b in blocks(DOCS / page)]
+def by_aot_eager(page: str) -> list[Shard_]:
+    """The shards of a page; what they compile by our backend is compiled in a tenth of the time."""
+    return [replace(b, source=b.source.replace('"shardcompile"', '"aot_eager"')) for b in shards(DOCS / page)]
 
 
-def code_and_text(page: str) -> list[Block]:
-    return [block for block in by_aot_eager(page) if block.language in ("python", "text")]
+def code_and_text(page: str) -> list[Shard_]:
+    return [shard for shard in by_aot_eager(page) if shard.language in ("python", "text")]
 
 
 @pytest.mark.nightly  # README's example, which is much the same, runs on every push
 @pytest.mark.ranks(2, processes=False, timeout=300)
 def test_first_model() -> None:
-    run_blocks(blocks(DOCS / "first-model.md"), cleaned=without_versions_and_places)
+    run_blocks(shards(DOCS / "first-model.md"), cleaned=without_versions_and_places)
 
 
 def test_looking_inside() -> None:
-    run_blocks(blocks(DOCS / "looking-inside.md"))["test_communication"]()
+    run_blocks(shards(DOCS / "looking-inside.md"))["test_communication"]()
 
 
 def test_install() -> None:
-    run_blocks(blocks(DOCS / "install.md"))
+    run_blocks(shards(DOCS / "install.md"))
 
 
 PHYSICS = code_and_text("physics.md")
@@ -85,9 +85,9 @@ def test_physics_informed_loss(compiled: bool, float64: None) -> None:
         if sharded:
             mesh = init_device_mesh("cpu", (3,))
             sizes = [[5, 0, 2], [0, 1, 3]]
-            blocks_here = [x.split(n)[rank()] for x, n in zip(full, sizes, strict=True)]
+            shards_here = [x.split(n)[rank()] for x, n in zip(full, sizes, strict=True)]
             given = [
-                sc.ShardTensor.from_local(b, mesh, [Shard(0)], {0: n}) for b, n in zip(blocks_here, sizes, strict=True)
+                sc.ShardTensor.from_local(b, mesh, [Shard(0)], {0: n}) for b, n in zip(shards_here, sizes, strict=True)
             ]
             loss_of = torch.compile(loss_of, fullgraph=True, backend="aot_eager") if compiled else loss_of
         loss = loss_of(*given)
@@ -98,24 +98,24 @@ def test_physics_informed_loss(compiled: bool, float64: None) -> None:
 
 @pytest.mark.ranks(3, processes=False)
 def test_troubleshooting() -> None:
-    run_blocks(blocks(DOCS / "troubleshooting.md"), cleaned=str.split)  # the page breaks lines
+    run_blocks(shards(DOCS / "troubleshooting.md"), cleaned=str.split)  # the page breaks lines
 
 
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("page", ["from-dtensor.md", "from-physicsnemo.md"])
 def test_coming_from(page: str) -> None:
-    run_blocks(blocks(DOCS / page))
+    run_blocks(shards(DOCS / page))
 
 
 @pytest.mark.nightly
 @pytest.mark.ranks(4, processes=False)
 def test_routing(float64: None) -> None:
-    names = run_blocks(blocks(DOCS / "routing.md"))
+    names = run_blocks(shards(DOCS / "routing.md"))
     tokens, gate, weights, sizes = torch.rand(7, 3), torch.rand(3, 16), torch.rand(16, 3, 3), [4, 0, 1, 2]
     mesh = init_device_mesh("cpu", (4,))
     own = weights[4 * rank() : 4 * rank() + 4]
-    block = tokens.split(sizes)[rank()].clone().requires_grad_()
-    x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes})
+    shard = tokens.split(sizes)[rank()].clone().requires_grad_()
+    x = sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: sizes})
     out = names["layer"](x, gate, own)
     compiled = torch.compile(names["layer"], fullgraph=True, backend="aot_eager")(x, gate, own)
     torch.testing.assert_close(compiled.full_tensor(), out.full_tensor())
@@ -127,7 +127,7 @@ def test_routing(float64: None) -> None:
     expected = (shares[..., None] * each).sum(1)
     expected.square().sum().backward()
     torch.testing.assert_close(out.full_tensor(), expected)
-    torch.testing.assert_close(block.grad, plain.grad.split(sizes)[rank()])  # type: ignore[union-attr]
+    torch.testing.assert_close(shard.grad, plain.grad.split(sizes)[rank()])  # type: ignore[union-attr]
 
     moved = names["balance"](sc.distribute_tensor(tokens, mesh, [Shard(0)]), torch.tensor(sizes))
     torch.testing.assert_close(moved.to_local(), tokens.split(sizes)[rank()])
@@ -135,16 +135,16 @@ def test_routing(float64: None) -> None:
 
 @pytest.mark.ranks(4, mesh=(2, 2), processes=False)
 def test_nodes_of_the_routing_page() -> None:
-    names = run_blocks(blocks(DOCS / "routing.md"))
+    names = run_blocks(shards(DOCS / "routing.md"))
     mesh = init_device_mesh("cpu", (2, 2))
     rows, _ = names["by_nodes"](torch.full((2, 1), rank()), torch.tensor([3, rank()]), mesh)
-    assert rows.sharding.cuts[0].sizes == (1, 1, 1, 5)
+    assert rows.sharding.partitions[0].sizes == (1, 1, 1, 5)
     assert rows.full_tensor().flatten().tolist() == [0, 1, 2, 0, 1, 2, 3, 3]
 
 
 @pytest.mark.ranks(3, processes=False)
 def test_graph_layers_of_the_routing_page() -> None:
-    names = run_blocks(blocks(DOCS / "routing.md"))
+    names = run_blocks(shards(DOCS / "routing.md"))
     draw = torch.Generator().manual_seed(0)
     nodes = torch.randn(7, 3, dtype=torch.float64, generator=draw)
     weights = [torch.randn(6, 3, dtype=torch.float64, generator=draw) for _ in range(2)]

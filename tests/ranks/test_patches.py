@@ -61,18 +61,18 @@ def random(*shape: int) -> Tensor:
 
 
 def sharded(full: Tensor, dim: int, sizes: list[int], mesh: DeviceMesh) -> Any:
-    block = full.split(sizes, dim)[rank()].clone()
-    return sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes}).detach().requires_grad_()
+    shard = full.split(sizes, dim)[rank()].clone()
+    return sc.ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: sizes}).detach().requires_grad_()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A function under Inductor, forward and backward: one graph for all cuts."""
+    """A function under Inductor, forward and backward: one graph for all partitions."""
 
     function: Callable[[Tensor], Tensor]
     make: Callable[[int], Tensor]
     dim: int
-    cuts: Sequence[list[int]]
+    partitions: Sequence[list[int]]
 
     def __call__(self) -> str:
         counter = CompileCounterWithBackend("inductor")
@@ -82,7 +82,7 @@ class Compiled:
         return RIGHT if counter.frame_count == 1 else f"{counter.frame_count} graphs"
 
     def _compare(self, mesh: DeviceMesh, run: Callable[..., Any]) -> None:
-        for sizes in self.cuts:
+        for sizes in self.partitions:
             full = self.make(sum(sizes)).requires_grad_()
             x = sharded(full.detach(), self.dim, sizes, mesh)
             out, expected = run(x), self.function(full)
@@ -186,7 +186,7 @@ def buffer_of_a_module() -> str:
 
 
 def asked_for_strides() -> str:
-    """A transpose of blocks: how often Inductor's C++ code generation simplifies an index to find a stride in it."""
+    """A transpose of shards: how often Inductor's C++ code generation simplifies an index to find a stride in it."""
     sizevars.stride_at_vec_range.cache_clear()
     scene = Compiled(lambda x: (x.mT.contiguous().sin() * x.shape[0]).mT, lambda n: random(n, 5, 4), 0, [[3, 4]])
     with mock.patch.object(sizevars, "stride_at", wraps=sizevars.stride_at) as simplified:
@@ -243,7 +243,7 @@ def _full_values_for_state_dicts(mesh: DeviceMesh) -> str:
     full = get_optimizer_state_dict(module, optimizer, options=options)
     set_optimizer_state_dict(module, optimizer, full, options=options)
     (state,) = optimizer.state.values()
-    return RIGHT if isinstance(state["exp_avg"], sc.ShardTensor) else "the whole value in place of a block"
+    return RIGHT if isinstance(state["exp_avg"], sc.ShardTensor) else "the whole value in place of a shard"
 
 
 def full_values_for_state_dicts() -> str:
@@ -271,7 +271,7 @@ def columns_over_the_rows() -> str:
 
 
 def _with_edges_of_its_own(mesh: DeviceMesh, out: bool) -> None:
-    """Each rank looks up rows of all by numbers of its own: 4 of them on one rank, 9,000 on the other."""
+    """Each rank looks up rows of all by index of its own: 4 of them on one rank, 9,000 on the other."""
     source = torch.arange(9_000 if mesh.get_rank() else 4).remainder(300)
     x = sc.distribute_tensor(torch.ones(300, 8), mesh, [Shard(0)], sharding_shapes={0: [100, 200]}).requires_grad_()
     results: list[str] = []
@@ -339,8 +339,8 @@ with LocalRanks(1, processes=False) as ranks:
 """
 
 TEN_WORLDS = """
-def inside(block):
-    return (sc.ShardTensor.from_local(block, mesh, [Shard(0)]) * 2).sum().full_tensor()
+def inside(shard):
+    return (sc.ShardTensor.from_local(shard, mesh, [Shard(0)]) * 2).sum().full_tensor()
 
 run = torch.compile(inside, fullgraph=True, backend="aot_eager")
 for _ in range(10):
@@ -405,8 +405,8 @@ def sent_together() -> str:
     """Two tensors are sent by one call, while products of the same shape are computed."""
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        cut = (6, 3, 1, True, [3, 3], 0, [], None)
-        started = torch.ops.shardcompile.fetch_block.default([x.sin(), x.cos()], [0, 0], *cut, name[0])
+        partition = (6, 3, 1, True, [3, 3], 0, [], None)
+        started = torch.ops.shardcompile.fetch_shard.default([x.sin(), x.cos()], [0, 0], *partition, name[0])
         product = x @ w @ w
         return torch.ops._c10d_functional.wait_tensor.default(started), product
 
@@ -565,7 +565,7 @@ SCENES: dict[str, Callable[[], str]] = {
         4,
         "aot_eager_decomp_partition",
     ),
-    "plain_extents_are_guarded": Fuzzed(
+    "plain_sizes_are_guarded": Fuzzed(
         ["v1 = a1 - a0", "v4 = a1.chunk(2, 0)[-1]", "v11 = v4.unbind(-1)[-1]"],
         [Input("a0", (6,), "S(0)", {0: [0, 6, 0]}), Input("a1", (6,))],
         3,
@@ -630,7 +630,7 @@ SCENES: dict[str, Callable[[], str]] = {
     "buffers_vary": buffer_of_a_module,
     "inputs_of_make_fx": Refused(lambda mesh, x: make_fx(torch.sin)(x)),
     "inputs_of_jit_trace": Refused(lambda mesh, x: torch.jit.trace(torch.sin, (x,), check_trace=False)),
-    "blocks_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),
+    "shards_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),
     "parameters_of_fully_shard": Refused(lambda mesh, x: fully_shard(with_parameter(x), mesh=mesh)),
     "parameters_of_fsdp": Refused(
         lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
@@ -657,15 +657,15 @@ SCENES: dict[str, Callable[[], str]] = {
 WITHOUT_A_PROGRAM = {
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "grids_of_no_rows": "it is of kernels of GPUs: see test_gpu_kernels.py",
-    "extents_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",
+    "sizes_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "copies_of_late_sizes": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "backward_before_forward": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "captures_beside_collectives": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "mixed_reductions_by_hint": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "no_padding_by_time": "it is of kernels of GPUs: see test_gpu_kernels.py",
-    "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
-    "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",
-    "symbols_of_blocks": "not found: blocks that are as large as other dims, with cuts that a run gives",
+    "clamped_ends": "it was written for `test_modes_of_images_that_are_partition_along_their_height`; nothing smaller is known",
+    "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted shards",
+    "symbols_of_shards": "not found: shards that are as large as other dims, with partitions that a run gives",
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 

@@ -26,8 +26,8 @@ SIZES = [5, 0, 2]
 
 def sharded(full: Tensor, sizes: list[int] = SIZES, dim: int = 0) -> ShardTensor:
     mesh = init_device_mesh("cpu", (world_size(),))
-    block = full.split(sizes, dim)[rank()].clone()
-    return ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes})
+    shard = full.split(sizes, dim)[rank()].clone()
+    return ShardTensor.from_local(shard, mesh, [Shard(dim)], {0: sizes})
 
 
 # What handlers read of x._spec

@@ -69,14 +69,14 @@ def test_passes():
 def test_parametrized(factor, seven, tmp_path):
     note(f"parametrized {factor} {seven} {tmp_path.name} {os.getpid()}")
 
-class Cut(tuple):
+class Partition(tuple):
     pass
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cut", [Cut((3, 5))], ids=str)
-def test_own_class(cut):
-    assert isinstance(cut, Cut)
-    assert cut == (3, 5)
+@pytest.mark.parametrize("partition", [Partition((3, 5))], ids=str)
+def test_own_class(partition):
+    assert isinstance(partition, Partition)
+    assert partition == (3, 5)
 
 @pytest.mark.ranks(2, 3)
 def test_sizes():

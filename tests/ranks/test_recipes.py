@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, blocks, run_blocks
+from pages import DOCS, run_blocks, shards
 from torch import nn
 
-BLOCKS = blocks(DOCS / "recipes.md")
-COMMON, HEADINGS = "The model and the data", [block.heading for block in BLOCKS if block.language == "python"]
+SHARDS = shards(DOCS / "recipes.md")
+COMMON, HEADINGS = "The model and the data", [shard.heading for shard in SHARDS if shard.language == "python"]
 PROCESSES = ["DDP", "Lightning", "Accelerate"]  # one state of torch's for all threads
 THREADS = [heading for heading in HEADINGS if heading not in [COMMON, *PROCESSES]]
 
 
 def of(heading: str, backend: str = "aot_eager") -> Any:
-    """The blocks of a section; by aot_eager, which compiles in a tenth of the time."""
-    found = [block for block in BLOCKS if block.heading == heading]
-    return [replace(block, source=block.source.replace('"shardcompile"', f'"{backend}"')) for block in found]
+    """The shards of a section; by aot_eager, which compiles in a tenth of the time."""
+    found = [shard for shard in SHARDS if shard.heading == heading]
+    return [replace(shard, source=shard.source.replace('"shardcompile"', f'"{backend}"')) for shard in found]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from shardcompile.collectives import transport
 from shardcompile.testing import rank, world_size
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-EXTENTS = (7, 5)
+SIZES = (7, 5)
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ def mesh_2d() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 
 
-def values(shape: Sequence[int] = EXTENTS) -> Tensor:
+def values(shape: Sequence[int] = SIZES) -> Tensor:
     """Whole numbers, so that every order of summation gives the same; the same on every rank."""
     return torch.randint(-9, 10, tuple(shape)).double()
 
 
-def block_of(full: Tensor, mesh: DeviceMesh, case: Case) -> Tensor:
-    """This rank's block, cut with plain torch."""
+def shard_of(full: Tensor, mesh: DeviceMesh, case: Case) -> Tensor:
+    """This rank's shard, sharded with plain torch."""
     coordinate = mesh.get_coordinate()
     for dim in range(full.ndim):
         mesh_dims = [m for m, p in enumerate(case.placements) if isinstance(p, Shard) and p.dim == dim]
@@ -82,8 +82,8 @@ def term_of(full: Tensor, mesh: DeviceMesh, case: Case) -> Tensor:
 
 def sharded(full: Tensor, mesh: DeviceMesh, case: Case) -> ShardTensor:
     """`full` in a layout."""
-    block = block_of(term_of(full, mesh, case), mesh, case)
-    return ShardTensor.from_local(block.contiguous(), mesh, case.placements, global_shape=full.shape)
+    shard = shard_of(term_of(full, mesh, case), mesh, case)
+    return ShardTensor.from_local(shard.contiguous(), mesh, case.placements, global_shape=full.shape)
 
 
 def check(x: ShardTensor, full: Tensor, mesh: DeviceMesh, case: Case, *what: object) -> None:
@@ -91,7 +91,7 @@ def check(x: ShardTensor, full: Tensor, mesh: DeviceMesh, case: Case, *what: obj
     assert x.placements == case.placements, what
     assert (x.shape, x.stride(), x.dtype) == (full.shape, full.stride(), full.dtype), what
     if not any(isinstance(p, Partial) for p in case.placements):
-        assert torch.equal(x.to_local(), block_of(full, mesh, case)), what
+        assert torch.equal(x.to_local(), shard_of(full, mesh, case)), what
     assert torch.equal(x.full_tensor(), full), what
 
 
@@ -143,7 +143,7 @@ def test_all_pairs_on_one_mesh_dim():
             y = x.redistribute(mesh, case.placements, sharding_shapes=case.sizes)
             expected = case
             if case.sizes is None and case.placements == source.placements:
-                expected = source  # a dim that stays sharded keeps its cut
+                expected = source  # a dim that stays sharded keeps its partition
             check(y, full, mesh, expected, source, case)
 
 
@@ -204,7 +204,7 @@ def test_dtypes():
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_extents_of_zero_and_one():
+def test_sizes_of_zero_and_one():
     mesh = mesh_1d()
     for shape in ((0, 4), (1, 4), (0, 0), (1, 1)):
         full = values(shape)
@@ -231,8 +231,8 @@ def test_strides_are_those_of_the_global_tensor():
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_an_empty_block_that_was_moved_has_strides_that_kernels_accept():
-    """Real and imaginary parts lie on two ranks: they are exchanged for blocks of rows, of which rank 2 gets none."""
+def test_an_empty_shard_that_was_moved_has_strides_that_kernels_accept():
+    """Real and imaginary parts lie on two ranks: they are exchanged for shards of rows, of which rank 2 gets none."""
     mesh, full = mesh_1d(), values((4, 2, 2))
     for sizes in ([1, 1, 0], [2, 0, 0]):
         y = torch.view_as_complex(sharded(full, mesh, Case((Shard(2),), {0: sizes})))
@@ -254,7 +254,7 @@ def checked_gradients(source: Case, case: Case, full: Tensor, mesh: DeviceMesh) 
     if y is not x:
         reduced = tuple(R if isinstance(p, Partial) else p for p in source.placements)
         assert gradient.placements == reduced, (source, case)
-        assert gradient.sharding.cuts == x.sharding.cuts, (source, case)
+        assert gradient.sharding.partitions == x.sharding.partitions, (source, case)
     (twice,) = torch.autograd.grad((gradient * v).sum(), x)
     (expected,) = torch.autograd.grad((expected * v).sum(), plain)
     assert torch.equal(twice.full_tensor(), expected), (source, case)
@@ -277,18 +277,18 @@ def test_gradients_on_two_mesh_dims():
 
 
 @pytest.mark.ranks(2, 3, processes=False)
-def test_gradients_from_block_to_block():
+def test_gradients_from_shard_to_shard():
     """The whole way: from_local, redistribute, to_local."""
     mesh, full = mesh_1d(), values()
     w = values()
     for source in cases_1d():
         for case in cases_1d()[:-1]:
-            block = block_of(term_of(full, mesh, source), mesh, source).clone().requires_grad_()
-            x = ShardTensor.from_local(block, mesh, source.placements)
+            shard = shard_of(term_of(full, mesh, source), mesh, source).clone().requires_grad_()
+            x = ShardTensor.from_local(shard, mesh, source.placements)
             y = x.redistribute(placements=case.placements, sharding_shapes=case.sizes)
             expected = kept(source, case)
-            (y.to_local() * block_of(w, mesh, expected)).sum().backward()
-            assert torch.equal(block.grad, block_of(w, mesh, source)), (source, case)
+            (y.to_local() * shard_of(w, mesh, expected)).sum().backward()
+            assert torch.equal(shard.grad, shard_of(w, mesh, source)), (source, case)
 
 
 @pytest.mark.ranks(2, processes=False)
@@ -479,7 +479,7 @@ def test_grad_placements_that_do_not_fit():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,), {0: [2, 5]}))
     for placements in ([R], [S1], [P]):
-        with pytest.raises(LayoutError, match=r"grad_placements .* the gradient of a block of another shape"):
+        with pytest.raises(LayoutError, match=r"grad_placements .* the gradient of a shard of another shape"):
             x.to_local(grad_placements=placements)
     with pytest.raises(LayoutError, match="needs as many placements"):
         x.to_local(grad_placements=[S0, S0])
@@ -538,10 +538,12 @@ def test_from_dtensor():
 
 
 @pytest.mark.ranks(2, processes=False)
-def test_to_dtensor_of_another_cut():
+def test_to_dtensor_of_another_partition():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,), {0: [6, 1]}))
-    with pytest.raises(LayoutError, match=r"only torch.chunk's cut.*redistribute\(sharding_shapes=\{0: \[4, 3\]\}\)"):
+    with pytest.raises(
+        LayoutError, match=r"only torch.chunk's sharded.*redistribute\(sharding_shapes=\{0: \[4, 3\]\}\)"
+    ):
         x.to_dtensor()
     assert torch.equal(x.redistribute(sharding_shapes={0: [4, 3]}).to_dtensor().full_tensor(), full)
 
@@ -575,9 +577,9 @@ def test_bad_arguments():
         x.redistribute(placements=[S0, S0])
     with pytest.raises(LayoutError, match=r"\(2\) is out of range for a tensor of 2 dims"):
         x.redistribute(placements=[Shard(2)])
-    with pytest.raises(LayoutError, match=r"\[3, 5\] for mesh dim 0 add up to 8, but tensor dim 0 has extent 7"):
+    with pytest.raises(LayoutError, match=r"\[3, 5\] for mesh dim 0 add up to 8, but tensor dim 0 has size 7"):
         x.redistribute(sharding_shapes={0: [3, 5]})
-    with pytest.raises(LayoutError, match="needs 2 block sizes, got 3"):
+    with pytest.raises(LayoutError, match="needs 2 shard sizes, got 3"):
         x.redistribute(sharding_shapes={0: [3, 3, 1]})
     with pytest.raises(LayoutError, match="must not be negative"):
         x.redistribute(sharding_shapes={0: [-1, 8]})

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.reports import Report, capture, explain
+from shardcompile.inspect import Report, capture, explain
 from shardcompile.testing import rank, world_size
 
 SIZES = {2: [9, 2], 3: [6, 0, 5]}
@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.last(torch.relu(self.first(x))), 0)  # over the cut dim
+        return torch.softmax(self.last(torch.relu(self.first(x))), 0)  # over the sharded dim
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
@@ -66,7 +66,7 @@ def test_explain_runs_a_module_once_and_leaves_its_gradients_alone() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300)
-def test_bytes_are_those_of_the_cut() -> None:
+def test_bytes_are_those_of_the_partition() -> None:
     x = points()
     for _ in range(2):  # of sizes that are fixed in the graph, then of sizes that are not
         report = explain(lambda x: x.redistribute(placements=[Replicate()]).to_local() * 2, x)
@@ -191,7 +191,7 @@ def test_save_and_sources(tmp_path: Path) -> None:
 def test_depyf_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import depyf
 
-    from shardcompile.reports.debugger import decompile
+    from shardcompile.inspect.debugger import decompile
 
     def fail(*_: Any) -> None:
         raise KeyError("JUMP_BACKWARD_NO_INTERRUPT")
@@ -243,8 +243,8 @@ def test_reports_of_two_ranks_differ_in_nothing_that_matters() -> None:
         assert not reports[0].diff(other).errors
 
 
-def test_reports_reckon_with_the_largest_block() -> None:
-    def blocks(*sizes: int) -> Any:
+def test_reports_reckon_with_the_largest_shard() -> None:
+    def shards(*sizes: int) -> Any:
         def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
             x = sc.ShardTensor.from_local(torch.zeros(sizes[mesh.get_rank()], 64), mesh, [Shard(0)], {0: list(sizes)})
             return nn.Linear(64, 64), (x,)
@@ -252,7 +252,7 @@ def test_reports_reckon_with_the_largest_block() -> None:
         return build
 
     even, uneven, other = (
-        explain(blocks(*sizes), world_size=2, device="cpu", rank=rank)
+        explain(shards(*sizes), world_size=2, device="cpu", rank=rank)
         for sizes, rank in (((10_000, 10_000), 0), ((15_000, 5_000), 0), ((15_000, 5_000), 1))
     )
     for graphs in zip(even.graphs, uneven.graphs, other.graphs, strict=True):

@@ -1,4 +1,4 @@
-"""Attention whose keys come a block at a time (`shardcompile.config.attention = "ring"`)."""
+"""Attention whose keys come a shard at a time (`shardcompile.config.attention = "ring"`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import shardcompile as sc
 from shardcompile.collectives import Ring, transport
 from shardcompile.collectives import ring as of_ring
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.offline import trace_offline
+from shardcompile.inspect.offline import trace_offline
 from shardcompile.testing import assert_matches_single_device, mesh
 
 BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
@@ -58,13 +58,13 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def seen_in_a_ring() -> Iterator[None]:
-    """Fails where no block has travelled."""
+    """Fails where no shard has travelled."""
     found = []
     fetch = Ring.fetch
 
-    def noted(self: Ring, blocks: Any, dims: Any, by: int, after: Tensor | None = None) -> Any:
+    def noted(self: Ring, shards: Any, dims: Any, by: int, after: Tensor | None = None) -> Any:
         found.append(by)
-        return fetch(self, blocks, dims, by, after)
+        return fetch(self, shards, dims, by, after)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ring, "fetch", noted)
@@ -77,7 +77,7 @@ def seen_in_a_ring() -> Iterator[None]:
     ("function", "heads", "rows"),
     often([(causal, 2, 5), (grouped, 1, 7), (causal, 2, 7), (attention, 2, 7), (causal, 2, 2), (attention, 1, 4)], 2),
 )
-def test_one_graph_over_cuts(function: Any, heads: int, rows: int) -> None:
+def test_one_graph_over_partitions(function: Any, heads: int, rows: int) -> None:
     torch.manual_seed(0)
     q, k, v = drawn(2, 2, 7, 4), drawn(2, heads, rows, 4), drawn(2, heads, rows, 4)
     if heads == 1 and function is attention:
@@ -102,12 +102,12 @@ def test_masks(shape: tuple[int, ...], of_mask: Any) -> None:
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
-@pytest.mark.parametrize("cut", [[ROWS, HEADS], *often([[BATCH, ROWS], [ROWS, Replicate()]], 0)], ids=str)
-def test_two_mesh_dims(cut: list[Placement]) -> None:
+@pytest.mark.parametrize("partition", [[ROWS, HEADS], *often([[BATCH, ROWS], [ROWS, Replicate()]], 0)], ids=str)
+def test_two_mesh_dims(partition: list[Placement]) -> None:
     torch.manual_seed(0)
     q, k, v = (drawn(3, 4, 7, 4) for _ in range(3))
     with seen_in_a_ring():
-        assert_matches_single_device(causal, [q, k, v], [cut] * 3, mesh=mesh(), steps=2, backend="aot_eager")
+        assert_matches_single_device(causal, [q, k, v], [partition] * 3, mesh=mesh(), steps=2, backend="aot_eager")
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
@@ -149,7 +149,7 @@ def random_function(seed: int) -> tuple[Any, list[tuple[int, ...]], str]:
 
 
 def random_inputs(draw: random.Random, shapes: list[tuple[int, ...]], kind: str) -> tuple[list[Tensor], list[Any]]:
-    """Full values, and those on blocks of drawn sizes; a mask is cut with the rows of the query, or whole."""
+    """Full values, and those on local shards of drawn sizes; a mask is sharded with the rows of the query, or whole."""
 
     def sizes(rows: int) -> dict[int, list[int]]:
         ends = sorted(draw.choices(range(rows + 1), k=2))
@@ -162,14 +162,14 @@ def random_inputs(draw: random.Random, shapes: list[tuple[int, ...]], kind: str)
     if kind == "bools":
         values[3] = values[3] > -0.3
     dims = [2, 2, 2, *(len(shape) - 2 for shape in shapes[3:])]
-    cuts = [of_query, of_keys, of_keys, *(of_query if shape[-2] == rows else None for shape in shapes[3:])]
-    cut = [
+    partitions = [of_query, of_keys, of_keys, *(of_query if shape[-2] == rows else None for shape in shapes[3:])]
+    partition = [
         x if sizes is None else sc.distribute_tensor(x, mesh(), [Shard(dim)], sharding_shapes=sizes)
-        for x, dim, sizes in zip(values, dims, cuts, strict=True)
+        for x, dim, sizes in zip(values, dims, partitions, strict=True)
     ]
-    for x in (*values[:3], *cut[:3]):
+    for x in (*values[:3], *partition[:3]):
         x.requires_grad_()
-    return values, cut
+    return values, partition
 
 
 def step(function: Any, values: list[Any]) -> list[Tensor]:
@@ -185,7 +185,7 @@ def step(function: Any, values: list[Any]) -> list[Tensor]:
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize(("first", "count"), often([(0, 1), *((n, 20) for n in range(0, 100, 20))], 1))
 def test_random_cases(first: int, count: int) -> None:
-    """Functions with five cuts each, eagerly and by one graph."""
+    """Functions with five shards each, eagerly and by one graph."""
     for seed in range(first, first + count):
         torch._dynamo.reset()
         function, shapes, kind = random_function(seed)
@@ -193,10 +193,10 @@ def test_random_cases(first: int, count: int) -> None:
         before = graphs_compiled()
         for case in range(5):
             torch.manual_seed(5 * seed + case)
-            values, cut = random_inputs(random.Random(f"{seed} {case}"), shapes, kind)
+            values, partition = random_inputs(random.Random(f"{seed} {case}"), shapes, kind)
             wanted = step(function, values)
             for each in (function, call):
-                for ours, theirs in zip(step(each, cut), wanted, strict=True):
+                for ours, theirs in zip(step(each, partition), wanted, strict=True):
                     torch.testing.assert_close(ours, theirs, msg=lambda text: f"seed {seed}, case {case}: {text}")  # noqa: B023
         assert graphs_compiled() - before == 1
 
@@ -205,7 +205,7 @@ def test_random_cases(first: int, count: int) -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_a_rank_gets_the_blocks_before_its_own_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_the_shards_before_its_own_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, received = [3, 1, 4], []
     exchange = transport.exchange
 
@@ -224,7 +224,7 @@ def test_a_rank_gets_the_blocks_before_its_own_and_no_others(monkeypatch: pytest
 
 
 class Held:
-    """Counts bytes of fetched blocks that exist at once, each as long as any view of it does."""
+    """Counts bytes of fetched shards that exist at once, each as long as any view of it does."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -243,7 +243,7 @@ class Held:
 
 @pytest.mark.ranks(4, timeout=300)  # messages between threads are kept for longer than those of gloo
 @pytest.mark.parametrize(("rows", "backend"), often([(512, None), (512, "aot_eager"), (16384, None)], 1))
-def test_two_blocks_of_others_exist_at_once(rows: int, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_shards_of_others_exist_at_once(rows: int, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held()
     monkeypatch.setattr(of_ring, "_step", held.step)
     monkeypatch.setattr(sc.config, "attention", "ring")  # of the worker
@@ -267,17 +267,17 @@ def test_two_blocks_of_others_exist_at_once(rows: int, backend: str | None, monk
     assert held.most >= largest[-1] * of_a_row or mesh().get_local_rank() == 2  # which has the largest one itself
 
 
-def rows_in_blocks(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
+def rows_in_shards(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
     sizes = [600 + 64 * (rank % 3) for rank in range(mesh.size())]
     shapes = [(1, heads, sizes[mesh.get_local_rank()], 64) for heads in (8, 2, 2)]
-    blocks = [torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes]
-    return grouped, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in blocks)
+    shards = [torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes]
+    return grouped, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in shards)
 
 
-def most_blocks_at_once(graph: torch.fx.Graph) -> int:
-    """How many fetched blocks are held at once, at most: each from its start to the last that reads it or its views."""
+def most_shards_at_once(graph: torch.fx.Graph) -> int:
+    """How many fetched shards are held at once, at most: each from its start to the last that reads it or its views."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    fetch = torch.ops.shardcompile.fetch_block.default
+    fetch = torch.ops.shardcompile.fetch_shard.default
 
     def last(node: torch.fx.Node) -> int:
         views = [u for u in node.users if _shares(u)]
@@ -305,13 +305,13 @@ def _shares(node: torch.fx.Node) -> bool:
     return any(n in str(held.target) for n in names)  # type: ignore[union-attr]
 
 
-def test_no_more_than_two_blocks_of_others_are_held() -> None:
-    trace = trace_offline(rows_in_blocks, world_size=6, device="cpu")
+def test_no_more_than_two_shards_of_others_are_held() -> None:
+    trace = trace_offline(rows_in_shards, world_size=6, device="cpu")
     assert trace.backward is not None
     kinds = [c.kind for c in trace.forward_collectives], sorted(c.kind for c in trace.backward_collectives)
-    assert kinds == (["fetch_block"] * 5, ["fetch_block"] * 5 + ["return_block"] * 5)
-    assert most_blocks_at_once(trace.forward.graph) == 2
-    assert most_blocks_at_once(trace.backward.graph) == 2
+    assert kinds == (["fetch_shard"] * 5, ["fetch_shard"] * 5 + ["return_shard"] * 5)
+    assert most_shards_at_once(trace.forward.graph) == 2
+    assert most_shards_at_once(trace.backward.graph) == 2
 
 
 def test_nonsense_is_refused_and_caches_are_told() -> None:

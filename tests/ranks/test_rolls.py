@@ -1,4 +1,4 @@
-"""`torch.roll` along a cut dim: one exchange for each cut dim, of the rows that another rank gets."""
+"""`torch.roll` along a sharded dim: one exchange for each sharded dim, of the rows that another rank gets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
 
-CUTS = ([3, 4, 0], [0, 6, 4], [7, 0, 0], [1, 2, 3], [0, 0, 0], [1, 0, 0], [4, 4, 4])
-"""A block without rows, one with all, one of a single row; a dim of none and of one; even blocks."""
+PARTITIONS = ([3, 4, 0], [0, 6, 4], [7, 0, 0], [1, 2, 3], [0, 0, 0], [1, 0, 0], [4, 4, 4])
+"""A shard without rows, one with all, one of a single row; a dim of none and of one; even shards."""
 
 
 def _compare(
@@ -34,7 +34,7 @@ def _compare(
 @pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_every_shift_is_one_exchange(dim: int) -> None:
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         shape = [2, 3]
         shape[dim] = sum(sizes)
         full = torch.randn(shape, dtype=torch.float64)
@@ -56,7 +56,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", often(list(COMPILED), len(COMPILED) - 1))
-def test_one_graph_for_every_cut(name: str, backend: str) -> None:
+def test_one_graph_for_every_partition(name: str, backend: str) -> None:
     function = COMPILED[name]
     once(torch._dynamo.reset)
     before = once(graphs_compiled)
@@ -64,8 +64,8 @@ def test_one_graph_for_every_cut(name: str, backend: str) -> None:
     for sizes in ([3, 4, 1], [0, 6, 4], [7, 0, 0], [1, 2, 3]):
         full = torch.randn(sum(sizes), 4, dtype=torch.float64)
         mesh = init_device_mesh("cpu", (3,))
-        block = full.split(sizes)[rank()].clone()
-        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}).requires_grad_()
+        shard = full.split(sizes)[rank()].clone()
+        x = sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: sizes}).requires_grad_()
         plain = full.clone().requires_grad_()
         out, expected = compiled(x), function(plain)
         torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
@@ -111,8 +111,8 @@ def test_terms_of_a_reduction_are_rolled_before_it(reduction: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(rank() // 2)
     whole = torch.randn(7, 2, dtype=torch.float64)
-    block = whole.split([5, 2])[rank() % 2].clone()
-    x = sc.ShardTensor.from_local(block, mesh, [Partial(reduction), Shard(0)], {1: [5, 2]})
+    shard = whole.split([5, 2])[rank() % 2].clone()
+    x = sc.ShardTensor.from_local(shard, mesh, [Partial(reduction), Shard(0)], {1: [5, 2]})
     with Sent() as watch:
         out = x.roll(3, 0)
     assert out.placements == x.placements and watch.names == ["fetch_around"]

@@ -16,31 +16,31 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.offline import offline_world, trace_step
+from shardcompile.inspect.offline import offline_world, trace_step
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.testing import once
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
-CUT = [Shard(0), Shard(0)]
+PARTITION = [Shard(0), Shard(0)]
 
 
 def nodes(outer: int, inner: int) -> DeviceMesh:
     return init_device_mesh("cpu", (outer, inner), mesh_dim_names=("nodes", "places"))
 
 
-def cut(full: Tensor, on: DeviceMesh, sizes: list[int], **options: Any) -> Any:
-    return sc.distribute_tensor(full, on, CUT, sharding_shapes={0: sizes}, **options)
+def partition(full: Tensor, on: DeviceMesh, sizes: list[int], **options: Any) -> Any:
+    return sc.distribute_tensor(full, on, PARTITION, sharding_shapes={0: sizes}, **options)
 
 
 def drawn(ranks: int, seed: int, copies: int | None) -> tuple[list[int], Tensor]:
-    """Sizes of blocks, and destinations: anywhere, all on one rank, all dropped, copies to one node or to one rank."""
+    """Sizes of shards, and destinations: anywhere, all on one rank, all dropped, copies to one node or to one rank."""
     draw = random.Random(seed)
-    extent = draw.choice([2, 3, 5, 7, 12, 20])
-    ends = sorted(draw.randint(0, extent) for _ in range(ranks - 1))
-    sizes = [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
+    size = draw.choice([2, 3, 5, 7, 12, 20])
+    ends = sorted(draw.randint(0, size) for _ in range(ranks - 1))
+    sizes = [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
     low, high = draw.choice([(0, ranks), (-1, ranks), (-1, ranks), (ranks - 1, ranks), (0, 2), (1, ranks - 1), (-1, 0)])
-    shape = (extent,) if copies is None else (extent, copies)
+    shape = (size,) if copies is None else (size, copies)
     return sizes, torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -50,7 +50,7 @@ def step(x: Tensor, destination: Tensor, entries: Tensor, weights: Tensor | None
 
 
 def check(run: Any, on: DeviceMesh, sizes: list[int], destination: Tensor, weighted: bool = True) -> None:
-    """Values, cuts and gradients of `step` against one device."""
+    """Values, partitions and gradients of `step` against one device."""
     ranks = on.size()
     draw = torch.Generator().manual_seed(1)
     full = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=draw)
@@ -68,10 +68,10 @@ def check(run: Any, on: DeviceMesh, sizes: list[int], destination: Tensor, weigh
         (rows.square().sum() + home.cos().sum()).backward()
         return [rows.detach(), numbers, owners[numbers // copies], home.detach(), x.grad, weights.grad]
 
-    x, weights = cut(full, on, sizes).requires_grad_(), cut(factors, on, sizes).requires_grad_()
-    found = run(x, cut(destination, on, sizes), cut(entries, on, sizes), weights if weighted else None)
+    x, weights = partition(full, on, sizes).requires_grad_(), partition(factors, on, sizes).requires_grad_()
+    found = run(x, partition(destination, on, sizes), partition(entries, on, sizes), weights if weighted else None)
     arrived = tuple(int((destination == d).sum()) for d in range(ranks))
-    assert [f.sharding.cuts[0].sizes for f in found] == [arrived, arrived, arrived, tuple(sizes)]
+    assert [f.sharding.partitions[0].sizes for f in found] == [arrived, arrived, arrived, tuple(sizes)]
     (found[0].square().sum() + found[3].cos().sum()).backward()
     ours = [*found, x.grad, *([weights.grad] if weighted else [])]
     for i, (a, b) in enumerate(zip(ours, once(expected), strict=False)):
@@ -95,7 +95,7 @@ def test_rows_go_and_come_back(copies: int | None) -> None:
 def test_one_graph_serves_every_routing(backend: str, count: int) -> None:
     on = nodes(2, 2)
     compiled = torch.compile(step, fullgraph=True, backend=graph_after_passes() if backend == "passes" else backend)
-    for seed in range(2):  # an extent that changes compiles once more, as everywhere
+    for seed in range(2):  # an size that changes compiles once more, as everywhere
         check(compiled, on, *drawn(4, seed, 2))
     before = once(graphs_compiled)
     for seed in range(2, count):
@@ -127,8 +127,8 @@ def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch:
     on, sizes = nodes(3, 2), [3, 0, 4, 1, 2, 2]
     destination = torch.randint(-1, 6, (12, 3), generator=torch.Generator().manual_seed(3))
     moved = rows_that_move(sizes, destination)
-    x = cut(torch.randn(12, 5, dtype=torch.float64), on, sizes).requires_grad_()
-    rows, route = sc.route_rows(x, cut(destination, on, sizes))
+    x = partition(torch.randn(12, 5, dtype=torch.float64), on, sizes).requires_grad_()
+    rows, route = sc.route_rows(x, partition(destination, on, sizes))
     rows.detach().full_tensor()  # all ranks have come to here
     sent = count_bytes(monkeypatch)
     route.back(route.send(x)).sum().backward()
@@ -141,9 +141,9 @@ def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch:
 def test_what_has_no_gradient_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
     on, sizes = nodes(2, 2), [2, 0, 4, 1]
     destination = torch.arange(14).remainder(5).view(7, 2) - 1
-    x = cut(torch.randn(7, 3, dtype=torch.float64), on, sizes).requires_grad_()
-    entries = cut(torch.zeros_like(destination), on, sizes)
-    rows = sc.route_rows(x, cut(destination, on, sizes), each=[entries])[0]
+    x = partition(torch.randn(7, 3, dtype=torch.float64), on, sizes).requires_grad_()
+    entries = partition(torch.zeros_like(destination), on, sizes)
+    rows = sc.route_rows(x, partition(destination, on, sizes), each=[entries])[0]
     rows.detach().full_tensor()  # all ranks have come to here
     sent = count_bytes(monkeypatch)
     torch.autograd.grad(rows.sum(), x)[0].full_tensor()
@@ -154,15 +154,15 @@ def test_what_takes_the_same_way_travels_together() -> None:
     """The places of copies, rows and weights between nodes; backward the gradients of weights and of rows."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
-        def block(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
-            x = sc.ShardTensor.from_local(torch.zeros(*shape, dtype=dtype), mesh, CUT, {0: [8] * 6})
+        def shard(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+            x = sc.ShardTensor.from_local(torch.zeros(*shape, dtype=dtype), mesh, PARTITION, {0: [8] * 6})
             return x.requires_grad_(dtype.is_floating_point)
 
         def run(x: Any, destination: Any, entries: Any, weights: Any) -> Any:
             found = step(x, destination, entries, weights)
             return found[0].sum() + found[3].sum()
 
-        return run, (block(8, 5), *(block(8, 2, dtype=torch.int64) for _ in range(2)), block(8, 2))
+        return run, (shard(8, 5), *(shard(8, 2, dtype=torch.int64) for _ in range(2)), shard(8, 2))
 
     found = {}
     for off in ([], ["bucket_exchanges"]):
@@ -179,7 +179,7 @@ def test_what_takes_the_same_way_travels_together() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_route_is_kept_and_used_again(compiled: bool) -> None:
     on, (sizes, destination) = nodes(2, 2), ([2, 0, 4, 1], torch.tensor([3, 0, 1, 1, 2, 3, 0]))
-    x, d = (cut(t, on, sizes) for t in (torch.randn(7, 2), destination))
+    x, d = (partition(t, on, sizes) for t in (torch.randn(7, 2), destination))
 
     def layer(x: Any, route: sc.Route) -> Any:
         return route.back(route.send(x) + 1)
@@ -195,19 +195,19 @@ def test_a_route_is_kept_and_used_again(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_destination_that_is_no_rank_is_refused_on_all_ranks(compiled: bool) -> None:
     on = nodes(2, 2)
-    x = sc.randn(7, 2, device_mesh=on, placements=CUT)
+    x = sc.randn(7, 2, device_mesh=on, placements=PARTITION)
     run = torch.compile(sc.route_rows, fullgraph=True, backend="aot_eager") if compiled else sc.route_rows
     for at, bad in ((0, 4), (5, -2), (6, 2**40)):
         numbers = torch.zeros(7, dtype=torch.int64)
         numbers[at] = bad
         with pytest.raises(sc.CollectiveError, match=rf"ranks 0 to 3 of the mesh dims.*has {bad}\."):
-            run(x, sc.distribute_tensor(numbers, on, CUT))
-    rows = run(x, sc.zeros(7, device_mesh=on, placements=CUT, dtype=torch.int64))[0]
-    assert rows.sharding.cuts[0].sizes == (7, 0, 0, 0)
+            run(x, sc.distribute_tensor(numbers, on, PARTITION))
+    rows = run(x, sc.zeros(7, device_mesh=on, placements=PARTITION, dtype=torch.int64))[0]
+    assert rows.sharding.partitions[0].sizes == (7, 0, 0, 0)
 
 
 @pytest.mark.ranks(8, processes=False)
-def test_three_mesh_dims_are_refused_and_a_third_may_cut_columns() -> None:
+def test_three_mesh_dims_are_refused_and_a_third_may_partition_columns() -> None:
     on = init_device_mesh("cpu", (2, 2, 2))
     x = sc.randn(9, 4, device_mesh=on, placements=[Shard(0)] * 3)
     d = sc.zeros(9, device_mesh=on, placements=[Shard(0)] * 3, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Rows that go where data says: `route_rows`, and cuts whose sizes a tensor holds."""
+"""Rows that go where data says: `route_rows`, and partitions whose sizes a tensor holds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, rank, world_size
 from shardcompile.testing.arrange import lay_out
-from shardcompile.testing.meetings import MeetingError
-from shardcompile.testing.turns import RanksWaitError
+from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.scheduler import RanksWaitError
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 class Case(NamedTuple):
-    """Rows in blocks, and where they go."""
+    """Rows sharded, and where they go."""
 
     sizes: list[int]
     rows: Tensor
@@ -41,12 +41,12 @@ def case(sizes: list[int], destination: Tensor, seed: int = 0) -> Case:
 
 
 def drawn(ranks: int, seed: int, copies: int | None) -> Case:
-    """Blocks of any sizes; rows that go anywhere, all to one rank, to all ranks but one, nowhere, or are dropped."""
+    """Shards of any sizes; rows that go anywhere, all to one rank, to all ranks but one, nowhere, or are dropped."""
     draw = random.Random(seed)
-    extent = draw.choice([1, 2, 5, 7, 12])
-    ends = sorted(draw.randint(0, extent) for _ in range(ranks - 1))
-    sizes = [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
-    shape = (extent,) if copies is None else (extent, copies)
+    size = draw.choice([1, 2, 5, 7, 12])
+    ends = sorted(draw.randint(0, size) for _ in range(ranks - 1))
+    sizes = [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
+    shape = (size,) if copies is None else (size, copies)
     low, high = draw.choice([(0, ranks), (0, ranks), (-1, ranks), (ranks - 1, ranks), (0, max(ranks - 1, 1)), (-1, 0)])
     return case(sizes, torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)), seed)
 
@@ -81,13 +81,13 @@ def check(run: Any, of: Case, on: DeviceMesh) -> None:
         (rows.square().sum() + home.cos().sum()).backward()
         return rows.detach(), home.detach(), x.grad, weights.grad
 
-    def cut(full: Tensor) -> Any:
+    def partition(full: Tensor) -> Any:
         return sc.distribute_tensor(full, on, [Shard(0)], sharding_shapes={0: of.sizes})
 
-    x, weights = cut(of.rows).requires_grad_(), cut(of.weights).requires_grad_()
-    rows, home = run(x, cut(of.destination), weights)
+    x, weights = partition(of.rows).requires_grad_(), partition(of.weights).requires_grad_()
+    rows, home = run(x, partition(of.destination), weights)
     arrived = tuple(int((of.destination == d).sum()) for d in range(ranks))
-    assert rows.sharding.cuts[0].sizes == arrived and home.sharding.cuts[0].sizes == tuple(of.sizes)
+    assert rows.sharding.partitions[0].sizes == arrived and home.sharding.partitions[0].sizes == tuple(of.sizes)
     (rows.square().sum() + home.cos().sum()).backward()
     wanted = once(expected)
     for ours, theirs in zip((rows, home, x.grad, weights.grad), wanted, strict=True):
@@ -105,7 +105,7 @@ def one_graph(backend: str, cases: Iterator[Case]) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     first = next(cases)
     check(compiled, first, mesh())
-    check(compiled, next(cases), mesh())  # an extent that changes compiles once more, as everywhere
+    check(compiled, next(cases), mesh())  # an size that changes compiles once more, as everywhere
     before = once(graphs_compiled)
     for of in cases:
         check(compiled, of, mesh())
@@ -153,7 +153,7 @@ def test_several_tensors_travel_in_one_exchange() -> None:  # on gloo a message 
     others = [torch.arange(7, dtype=torch.int32), torch.rand(7, 2, 2) > 0.5, torch.randn(7, 0), full.to(torch.bfloat16)]
     numbers = there(case(sizes, destination), 3)[1]
 
-    def cut(x: Tensor) -> Any:
+    def partition(x: Tensor) -> Any:
         return sc.distribute_tensor(x, mesh(), [Shard(0)], sharding_shapes={0: sizes})
 
     def both(x: Any, d: Any, *rest: Any) -> Any:
@@ -161,8 +161,8 @@ def test_several_tensors_travel_in_one_exchange() -> None:  # on gloo a message 
         return rows, route.back(rows[0] * 2, rows[1])
 
     for run in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
-        x = cut(full).requires_grad_()
-        rows, home = run(x, cut(destination), *map(cut, others))
+        x = partition(full).requires_grad_()
+        rows, home = run(x, partition(destination), *map(partition, others))
         for ours, theirs in zip(rows, [full, *others], strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours.detach().full_tensor(), theirs[numbers])
         assert torch.equal(home[0].detach().full_tensor(), full * 2) and torch.equal(home[1].full_tensor(), others[0])
@@ -219,7 +219,7 @@ def test_a_route_is_kept_and_used_again() -> None:
 
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_the_mesh_dim_of_the_route_cuts_elsewhere_is_brought_to_the_rows(compiled: bool) -> None:
+def test_what_the_mesh_dim_of_the_route_partitions_elsewhere_is_brought_to_the_rows(compiled: bool) -> None:
     d = sc.distribute_tensor(torch.tensor([2, 0, 1, 1, -1, 2, 0]), mesh(), [Shard(0)])
     rows = sc.distribute_tensor(torch.randn(7, 5), mesh(), [Shard(0)])
 
@@ -247,7 +247,7 @@ def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compil
 
     rows, home = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(x, d)
     numbers = there(case([5, 2], destination), 2)[1]
-    assert rows.sharding.cuts[0].mesh_dims == (1,) and rows.sharding.cuts[0].sizes == (3, 3)
+    assert rows.sharding.partitions[0].mesh_dims == (1,) and rows.sharding.partitions[0].sizes == (3, 3)
     torch.testing.assert_close(rows.full_tensor(), full[numbers], **TIGHT)
     torch.testing.assert_close(home.full_tensor(), torch.where(destination[:, None] < 0, 0.0, full * 3), **TIGHT)
 
@@ -316,14 +316,14 @@ def test_another_route_on_one_rank_is_an_error_on_all() -> None:
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", [None, *often(["eager", "aot_eager", "inductor"], 1)])
-def test_a_tensor_says_the_sizes_of_blocks(backend: str | None) -> None:
+def test_a_tensor_says_the_sizes_of_shards(backend: str | None) -> None:
     on = mesh()
 
     def moved(x: Any, sizes: Tensor) -> Any:
         return x.softmax(0).redistribute(sharding_shapes={0: sizes}) * 2
 
-    def made(block: Tensor, sizes: Tensor) -> Any:
-        return sc.ShardTensor.from_local(block, on, [Shard(0)], {0: sizes}).softmax(0)
+    def made(shard: Tensor, sizes: Tensor) -> Any:
+        return sc.ShardTensor.from_local(shard, on, [Shard(0)], {0: sizes}).softmax(0)
 
     if backend is not None:
         moved, made = (torch.compile(f, fullgraph=True, backend=backend, dynamic=True) for f in (moved, made))
@@ -333,18 +333,18 @@ def test_a_tensor_says_the_sizes_of_blocks(backend: str | None) -> None:
         (plain.softmax(0) * 2).square().sum().backward()
         x = sc.distribute_tensor(full, on, [Shard(0)], sharding_shapes={0: now}).requires_grad_()
         y = moved(x, torch.tensor(then))
-        assert y.sharding.cuts[0].sizes == tuple(then)
+        assert y.sharding.partitions[0].sizes == tuple(then)
         y.square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **TIGHT)
-        block = full.split(now)[rank()].clone().requires_grad_()
-        z = made(block, torch.tensor(now))
-        assert z.sharding.cuts[0].sizes == tuple(now)
+        shard = full.split(now)[rank()].clone().requires_grad_()
+        z = made(shard, torch.tensor(now))
+        assert z.sharding.partitions[0].sizes == tuple(now)
         (2 * z).square().sum().backward()
-        torch.testing.assert_close(block.grad, plain.grad.split(now)[rank()], **TIGHT)
-    with pytest.raises(sc.ShardError, match=r"add up to 3, but the dim has extent 15"):
+        torch.testing.assert_close(shard.grad, plain.grad.split(now)[rank()], **TIGHT)
+    with pytest.raises(sc.ShardError, match=r"add up to 3, but the dim has size 15"):
         moved(x, torch.tensor([1, 1, 1]))
     with pytest.raises(sc.ShardError, match=r"must not be negative"):
         moved(x, torch.tensor([8, 8, -1]))
-    for wrong, message in ((torch.tensor([8.0, 7, 0]), "whole numbers"), (torch.tensor([8, 7]), "needs 3 block")):
+    for wrong, message in ((torch.tensor([8.0, 7, 0]), "whole numbers"), (torch.tensor([8, 7]), "needs 3 shard")):
         with pytest.raises(sc.ShardError, match=message):
             x.redistribute(sharding_shapes={0: wrong})

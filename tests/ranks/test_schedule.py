@@ -19,7 +19,7 @@ from shardcompile.passes import LowerEvenGathers, Pipeline, default_passes, indu
 from shardcompile.testing import rank, world_size
 
 WIDTH, LAYERS = 512, 4
-CUTS = {2: [400, 112], 3: [400, 0, 112]}
+PARTITIONS = {2: [400, 112], 3: [400, 0, 112]}
 
 _STEPS = {
     "gather": r"= torch\.ops\.shardcompile\.all_gather\w+\.default\(|\.all_gather_into_tensor\.default\(",
@@ -68,7 +68,10 @@ def step(options: dict[str, Any], weights: list[nn.Parameter], x: Tensor) -> tup
 
 @pytest.mark.ranks(3, timeout=300)
 def test_generated_code_gathers_ahead_and_computes_the_same() -> None:
-    weights, x = parameters(CUTS[world_size()]), torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+    weights, x = (
+        parameters(PARTITIONS[world_size()]),
+        torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)),
+    )
     names = [p.name for p in default_passes()]
     plain, codes = step(inductor_options(off=names), weights, x)
     assert steps_of(codes[0]) == ["gather", "wait", "product"] * LAYERS
@@ -96,7 +99,7 @@ def test_even_gathers_become_those_of_torch_where_a_backend_is_better_at_them() 
 
 
 @pytest.mark.ranks(2, timeout=300)
-def test_a_shared_cache_of_compiled_code_serves_ranks_with_other_blocks(
+def test_a_shared_cache_of_compiled_code_serves_ranks_with_other_shards(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = [str(tmp_path)]
@@ -130,8 +133,8 @@ def test_sizes_of_plain_inputs_that_differ_by_rank_do_not_change_the_plan() -> N
     weights = [(torch.eye(width) * (1 + i / 8)).requires_grad_() for i in range(LAYERS)]
 
     def layers(x: Any, source: Tensor, target: Tensor, weights: list[Tensor]) -> Any:
-        def sums(everything: Tensor, block: Tensor) -> Tensor:
-            return torch.zeros_like(block).index_add(0, target, everything.index_select(0, source))
+        def sums(everything: Tensor, shard: Tensor) -> Tensor:
+            return torch.zeros_like(shard).index_add(0, target, everything.index_select(0, source))
 
         run = sc.local_map(sums, [Shard(0)])
         for weight in weights:

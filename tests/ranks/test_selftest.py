@@ -13,7 +13,7 @@ from tiers import often
 
 from shardcompile.selftest import Finding, Job, print_table, run_checks
 from shardcompile.selftest.checks import CHECKS
-from shardcompile.selftest.here import Here
+from shardcompile.selftest.environment import Here
 
 WITHOUT_THE_PACKAGE = """
 import importlib.metadata as metadata

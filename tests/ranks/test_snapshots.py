@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.reports import Report, explain
+from shardcompile.inspect import Report, explain
 from shardcompile.testing import rank
 from shardcompile.testing.snapshot import assert_graph, snapshot_of
 
@@ -40,14 +40,14 @@ class Net(nn.Module):
         return torch.softmax(hidden @ keys.mT, 1) @ keys if self.gathers == 1 else hidden + keys[:, :1]
 
 
-def block(mesh: Any, rank_: int) -> sc.ShardTensor:
+def shard(mesh: Any, rank_: int) -> sc.ShardTensor:
     return sc.ShardTensor.from_local(torch.zeros(SIZES[rank_], 64), mesh, [Shard(0)], {0: SIZES})
 
 
 def traced(make: Callable[[], nn.Module] = Net, **options: Any) -> Report:
     def build(mesh: Any) -> tuple[nn.Module, tuple[sc.ShardTensor]]:
         net = make()
-        return net, (block(mesh, mesh.get_rank()).to(next(net.parameters()).dtype),)
+        return net, (shard(mesh, mesh.get_rank()).to(next(net.parameters()).dtype),)
 
     return explain(build, world_size=3, device="cuda", backward=False, **options)
 
@@ -112,7 +112,7 @@ def test_budgets_name_what_is_over() -> None:
 
 @pytest.mark.ranks(3, timeout=300)
 def test_a_new_graph_is_named() -> None:
-    x = block(init_device_mesh("cpu", (3,)), rank())
+    x = shard(init_device_mesh("cpu", (3,)), rank())
 
     def step(x: Tensor) -> Tensor:
         y = x.sum()
@@ -126,7 +126,7 @@ def test_a_new_graph_is_named() -> None:
 
 @pytest.mark.ranks(3, timeout=300)
 def test_a_collective_on_one_rank_only_is_found_before_it_hangs() -> None:
-    x = block(init_device_mesh("cpu", (3,)), rank())
+    x = shard(init_device_mesh("cpu", (3,)), rank())
     with pytest.raises(Exception, match="different collectives"):
         assert_graph(lambda x: x.softmax(0) if rank() else x.softmax(0).sum(1).softmax(0), x)
 

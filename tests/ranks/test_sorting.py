@@ -1,4 +1,4 @@
-"""Rows in order, and products of groups of rows, along a cut dim."""
+"""Rows in order, and products of groups of rows, along a sharded dim."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from shardcompile.testing import mesh, once, world_size
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def cut(full: Tensor, sizes: list[int]) -> Any:
+def partition(full: Tensor, sizes: list[int]) -> Any:
     return sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes})
 
 
-def blocks(draw: random.Random, extent: int, ranks: int) -> list[int]:
-    ends = sorted(draw.randint(0, extent) for _ in range(ranks - 1))
-    return [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
+def shards(draw: random.Random, size: int, ranks: int) -> list[int]:
+    ends = sorted(draw.randint(0, size) for _ in range(ranks - 1))
+    return [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
 
 
-def rows(seed: int, extent: int) -> Tensor:
+def rows(seed: int, size: int) -> Tensor:
     """Numbers all different, few different ones, all the same, NaN and infinities among them, whole ones, booleans."""
     draw = torch.Generator().manual_seed(seed)
     kind = seed % 6
     if kind == 5:
-        return torch.randint(0, 2, (extent,), generator=draw).bool()
+        return torch.randint(0, 2, (size,), generator=draw).bool()
     if kind in (1, 2):
-        return torch.randint(0, 4 if kind == 1 else 1, (extent,), generator=draw)
-    found = torch.randn(extent, dtype=torch.float64, generator=draw)
+        return torch.randint(0, 4 if kind == 1 else 1, (size,), generator=draw)
+    found = torch.randn(size, dtype=torch.float64, generator=draw)
     if kind == 3:
         found[::3], found[1::5], found[2::7] = torch.nan, torch.inf, -torch.inf
     return found.round() if kind == 4 else found
@@ -46,13 +46,13 @@ def rows(seed: int, extent: int) -> Tensor:
 def test_rows_are_sorted_in_stable_order() -> None:
     for seed in range(48):
         draw = random.Random(seed)
-        extent = draw.choice([1, 2, 7, 40])
-        full, descending = rows(seed, extent), bool(seed % 2)
-        sizes = blocks(draw, extent, world_size())
-        x = cut(full, sizes)
+        size = draw.choice([1, 2, 7, 40])
+        full, descending = rows(seed, size), bool(seed % 2)
+        sizes = shards(draw, size, world_size())
+        x = partition(full, sizes)
         values, numbers = x.sort(stable=True, descending=descending)
         expected = full.sort(stable=True, descending=descending)
-        assert values.sharding.cuts[0].sizes == tuple(sizes) == numbers.sharding.cuts[0].sizes
+        assert values.sharding.partitions[0].sizes == tuple(sizes) == numbers.sharding.partitions[0].sizes
         torch.testing.assert_close(values.full_tensor(), expected.values, equal_nan=True, rtol=0, atol=0)
         assert torch.equal(numbers.full_tensor(), expected.indices), (seed, sizes)
         assert torch.equal(x.argsort(stable=True, descending=descending).full_tensor(), expected.indices)
@@ -67,12 +67,12 @@ def ordered(x: Any) -> Any:
 
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize("backend", often(["", "aot_eager", "inductor"], 2))
-def test_one_graph_sorts_any_cut(backend: str) -> None:
+def test_one_graph_sorts_any_partition(backend: str) -> None:
     run = torch.compile(ordered, fullgraph=True, backend=backend) if backend else ordered
     before = 0
-    for seed, (extent, sizes) in enumerate([(9, [5, 0, 4]), (6, [1, 1, 4]), (8, [0, 0, 8]), (7, [3, 3, 1])]):
-        full = torch.randn(extent, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        plain, x = full.clone().requires_grad_(), cut(full, sizes).requires_grad_()
+    for seed, (size, sizes) in enumerate([(9, [5, 0, 4]), (6, [1, 1, 4]), (8, [0, 0, 8]), (7, [3, 3, 1])]):
+        full = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        plain, x = full.clone().requires_grad_(), partition(full, sizes).requires_grad_()
         before = once(graphs_compiled) if seed == 2 else before
         found, expected = run(x), ordered(plain)
         for ours, theirs in zip(found, expected, strict=True):
@@ -115,9 +115,9 @@ def test_groups_of_rows_are_multiplied_where_they_lie(compiled: bool, experts: s
         assert torch.equal(own.grad.full_tensor(), b.grad)
 
 
-def columns(seed: int, extent: int) -> Tensor:
+def columns(seed: int, size: int) -> Tensor:
     """Two columns, of which one has an infinity and NaN in it."""
-    return torch.stack([rows(6 * seed, extent), rows(6 * seed + 3, extent)], 1)
+    return torch.stack([rows(6 * seed, size), rows(6 * seed + 3, size)], 1)
 
 
 @pytest.mark.ranks(3, 4, processes=False)
@@ -126,7 +126,7 @@ def test_the_best_rows_of_each_rank_meet(largest: bool) -> None:
     for seed in range(12):
         draw = random.Random(seed)
         full, count = columns(seed, 40), draw.choice([0, 1, 2, 5])
-        x = cut(full, blocks(draw, 40, world_size()))
+        x = partition(full, shards(draw, 40, world_size()))
         values, numbers = x.topk(count, 0, largest)
         assert values.placements == (Replicate(),)
         # The order among equal rows, which torch leaves open, is that of their numbers.
@@ -143,12 +143,12 @@ def best(x: Any) -> Tensor:
 
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize("backend", often(["", "aot_eager", "inductor"], 2))
-def test_one_graph_finds_the_best_rows_of_any_cut(backend: str) -> None:
+def test_one_graph_finds_the_best_rows_of_any_partition(backend: str) -> None:
     run = torch.compile(best, fullgraph=True, backend=backend) if backend else best
     before = 0
-    for seed, (extent, sizes) in enumerate([(19, [15, 0, 4]), (26, [1, 1, 24]), (18, [0, 0, 18]), (17, [3, 13, 1])]):
-        full = torch.randn(extent, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        plain, x = full.clone().requires_grad_(), cut(full, sizes).requires_grad_()
+    for seed, (size, sizes) in enumerate([(19, [15, 0, 4]), (26, [1, 1, 24]), (18, [0, 0, 18]), (17, [3, 13, 1])]):
+        full = torch.randn(size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        plain, x = full.clone().requires_grad_(), partition(full, sizes).requires_grad_()
         before = once(graphs_compiled) if seed == 2 else before
         found = run(x)
         found.square().sum().backward()
@@ -156,14 +156,14 @@ def test_one_graph_finds_the_best_rows_of_any_cut(backend: str) -> None:
         expected.square().sum().backward()
         torch.testing.assert_close(found.detach().full_tensor(), expected.detach(), **TIGHT)
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **TIGHT)
-        assert x.grad.sharding.cuts[0].sizes == tuple(sizes)
+        assert x.grad.sharding.partitions[0].sizes == tuple(sizes)
     assert not backend or once(graphs_compiled) == before
 
 
 @pytest.mark.ranks(3, processes=False)
 def test_more_best_rows_than_are_worth_it_and_than_there_are() -> None:
     full = torch.randn(7, dtype=torch.float64)
-    x = cut(full, [0, 6, 1])
+    x = partition(full, [0, 6, 1])
     for count in (2, 7):  # candidates of all ranks are more than the rows
         values, numbers = x.topk(count)
         torch.testing.assert_close(values.full_tensor(), full.topk(count).values, rtol=0, atol=0)
@@ -171,4 +171,4 @@ def test_more_best_rows_than_are_worth_it_and_than_there_are() -> None:
     with pytest.raises(RuntimeError, match="not in range"):
         x.topk(8)
     with pytest.raises(RuntimeError):  # in the words of torch's fake kernel, which are none
-        cut(torch.randn(40), [0, 39, 1]).topk(-1)
+        partition(torch.randn(40), [0, 39, 1]).topk(-1)

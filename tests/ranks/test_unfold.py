@@ -1,4 +1,4 @@
-"""Windows as a dim of their own along a cut dim: rows that they reach over the edges of blocks are fetched, no others."""
+"""Windows as a dim of their own along a sharded dim: rows that they reach over the edges of shards are fetched, no others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
 
-CUTS = ([5, 7, 0], [0, 8, 4], [12, 0, 0], [1, 1, 10], [4, 4, 4])
-"""A block without rows, one with all, some of a single row; even blocks."""
+PARTITIONS = ([5, 7, 0], [0, 8, 4], [12, 0, 0], [1, 1, 10], [4, 4, 4])
+"""A shard without rows, one with all, some of a single row; even shards."""
 
 Function = Callable[[Tensor], Tensor]
 
@@ -60,7 +60,7 @@ def compare(function: Function, run: Function, full: Tensor, dim: int, sizes: li
 @pytest.mark.parametrize("name", list(EAGER))
 def test_rows_over_the_edges_come_in_one_exchange(name: str) -> None:
     function, expected = EAGER[name]
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         assert compare(function, function, image(), 2, sizes) == expected, sizes
 
 
@@ -76,7 +76,7 @@ COMPILED: dict[str, Function] = {
 @pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", often(list(COMPILED), 2))
-def test_one_graph_for_every_cut(name: str, backend: str) -> None:
+def test_one_graph_for_every_partition(name: str, backend: str) -> None:
     function = COMPILED[name]
     once(torch._dynamo.reset)
     before = once(graphs_compiled)
@@ -89,9 +89,9 @@ def test_one_graph_for_every_cut(name: str, backend: str) -> None:
 @pytest.mark.ranks(4, processes=False)
 def test_two_mesh_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    cuts = ([Shard(2), Shard(3)], {0: [9, 3], 1: [0, 8]}), ([Replicate(), Shard(2)], {1: [5, 7]})
-    cuts = (*cuts, ([Shard(2), Shard(2)], {1: [3, 0, 8, 1]}))
-    for placements, sizes in cuts:
+    partitions = ([Shard(2), Shard(3)], {0: [9, 3], 1: [0, 8]}), ([Replicate(), Shard(2)], {1: [5, 7]})
+    partitions = (*partitions, ([Shard(2), Shard(2)], {1: [3, 0, 8, 1]}))
+    for placements, sizes in partitions:
         for function in (EAGER["patches"][0], EAGER["im2col"][0], lambda x: x.unfold(3, 3, 1).unfold(2, 2, 1)):
             full = image()
             plain = full.clone().requires_grad_()
@@ -107,8 +107,8 @@ def test_two_mesh_dims() -> None:
 def test_terms_of_a_sum_have_windows_before_it() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(rank() // 2)
-    block = torch.randn(7, 2, dtype=torch.float64).split([5, 2])[rank() % 2].clone()
-    x = sc.ShardTensor.from_local(block, mesh, [Partial("sum"), Shard(0)], {1: [5, 2]})
+    shard = torch.randn(7, 2, dtype=torch.float64).split([5, 2])[rank() % 2].clone()
+    x = sc.ShardTensor.from_local(shard, mesh, [Partial("sum"), Shard(0)], {1: [5, 2]})
     out = x.unfold(0, 3, 1)
     assert out.placements == x.placements
     assert torch.equal(out.full_tensor(), x.full_tensor().unfold(0, 3, 1))

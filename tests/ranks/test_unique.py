@@ -1,4 +1,4 @@
-"""Values that differ, of a tensor that is cut: on the ranks where they are, in one graph for all cuts and numbers."""
+"""Values that differ, of a tensor that is sharded: on the ranks where they are, in one graph for all partitions and numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
 
-CUTS = ([5, 0, 4], [1, 1, 4], [0, 0, 8], [3, 3, 1])
+PARTITIONS = ([5, 0, 4], [1, 1, 4], [0, 0, 8], [3, 3, 1])
 
 
 def values(seed: int, *shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def test_values_that_differ(backend: str, dim: int) -> None:
     for kind in (2,) if backend else range(5):
         run = torch.compile(every, fullgraph=True, backend=backend) if backend else every
         once(torch.compiler.reset)
-        for step, sizes in enumerate(CUTS):
+        for step, sizes in enumerate(PARTITIONS):
             shape = (sum(sizes),) if dim == 0 and kind % 2 else (sum(sizes), 2) if dim == 0 else (2, sum(sizes))
             full = values(kind + 5 * step, *shape)
             x = sc.distribute_tensor(full, mesh(), [Shard(dim)], sharding_shapes={0: sizes})
@@ -68,9 +68,9 @@ def test_values_that_differ(backend: str, dim: int) -> None:
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-def test_one_graph_serves_every_cut() -> None:
+def test_one_graph_serves_every_partition() -> None:
     run, before = torch.compile(lambda x: torch.unique(x) * 2, fullgraph=True, backend="aot_eager"), 0
-    for step, sizes in enumerate(CUTS):
+    for step, sizes in enumerate(PARTITIONS):
         full = values(5 * step, sum(sizes))
         x = sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes})
         before = once(graphs_compiled) if step == 2 else before

@@ -42,7 +42,7 @@ def network() -> nn.Module:
 
 
 def shard_parameters(model: nn.Module) -> nn.Module:
-    """Every parameter whose first dim has 9 rows becomes sharded, in uneven blocks."""
+    """Every parameter whose first dim has 9 rows becomes sharded, in uneven shards."""
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             if p.shape[0] == 9:
@@ -143,8 +143,8 @@ def test_foreach_ops_give_what_they_give_on_plain_tensors() -> None:
     mesh = mesh_1d()
 
     def spread(tensors: list[Tensor], unlike: bool) -> list[Tensor]:
-        cut = other if unlike else sizes
-        return [sc.distribute_tensor(t, mesh, [Shard(0)], sharding_shapes={0: cut}) for t in tensors]
+        partition = other if unlike else sizes
+        return [sc.distribute_tensor(t, mesh, [Shard(0)], sharding_shapes={0: partition}) for t in tensors]
 
     checked = 0
     for name in sorted(n for n in dir(torch.ops.aten) if n.startswith("_foreach_")):
@@ -177,7 +177,7 @@ def test_the_gradient_scaler_skips_a_step_on_all_ranks() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         x = torch.ones(4, 9)
-        x[0, 0] = float("inf") if bad else 1.0  # in the block of the first rank only
+        x[0, 0] = float("inf") if bad else 1.0  # in the shard of the first rank only
         scaler.scale(model(x).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -238,8 +238,8 @@ def test_autocast(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing(compiled: bool) -> None:
     model = network()
-    block = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
-    step = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    shard = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+    step = torch.compile(shard, fullgraph=True, backend="aot_eager") if compiled else shard
     x = sharded(values(9, 9)).requires_grad_()
     y = values(9, 9).requires_grad_()
     step(x).square().sum().backward()
@@ -331,11 +331,11 @@ def _draws() -> Iterator[tuple[str, Callable[[ShardTensor], Tensor]]]:
 
 @pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_random_values_are_independent_across_blocks_and_alike_in_copies(compiled: bool) -> None:
+def test_random_values_are_independent_across_shards_and_alike_in_copies(compiled: bool) -> None:
     mesh = mesh_1d()
     for name, draw in _draws():
         function = torch.compile(draw, fullgraph=True, backend="aot_eager") if compiled else draw
-        # Blocks of equal size: were they drawn alike, they would be equal.
+        # Shards of equal size: were they drawn alike, they would be equal.
         x = sc.ShardTensor.from_local(torch.zeros(4, 16), mesh, [Shard(0)])
         torch.manual_seed(5)
         first, second = function(x).full_tensor(), function(x).full_tensor()
@@ -353,16 +353,16 @@ def test_random_values_are_independent_across_blocks_and_alike_in_copies(compile
 
 @pytest.mark.ranks(4, processes=False)
 @pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()]], ids=str)
-def test_random_values_of_blocks_on_two_mesh_dims(placements: list[Any]) -> None:
-    """No two blocks are alike, also where ranks swap their positions on the mesh dims; copies are."""
+def test_random_values_of_shards_on_two_mesh_dims(placements: list[Any]) -> None:
+    """No two shards are alike, also where ranks swap their positions on the mesh dims; copies are."""
     mesh = init_device_mesh("cpu", (2, 2))
     x = sc.ShardTensor.from_local(torch.zeros(4, 16), mesh, placements)
     for name, draw in _draws():
         torch.manual_seed(5)
-        blocks = _everywhere(draw(x).to_local())
+        shards = _everywhere(draw(x).to_local())
         for a, b in itertools.combinations(range(4), 2):
             copies = placements[1] == Replicate() and a // 2 == b // 2
-            assert torch.equal(blocks[a], blocks[b]) == copies, (name, a, b)
+            assert torch.equal(shards[a], shards[b]) == copies, (name, a, b)
 
 
 @pytest.mark.ranks(3, processes=False)

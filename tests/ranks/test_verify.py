@@ -214,7 +214,7 @@ def test_a_warm_start_is_compared_as_a_cold_one(cache: str, tmp_path: Path, monk
 
 
 @pytest.mark.ranks(2, timeout=300)
-def test_graphs_with_known_blocks_of_no_rows_are_always_compared(
+def test_graphs_with_known_shards_of_no_rows_are_always_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of a cache as well, where only some ranks find them there."""

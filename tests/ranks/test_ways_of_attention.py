@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import shardcompile as sc
 from shardcompile.collectives import Ring
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.reports.report import Report
+from shardcompile.inspect.report import Report
 from shardcompile.testing import mesh
 
 ROWS = Shard(2)
@@ -49,8 +49,8 @@ def kinds(report: Report, side: str = "forward") -> set[str]:
 def test_few_rows_are_gathered_and_many_come_by_a_ring() -> None:
     few, many = (explained(of_rows(rows, 2), 4, "cpu") for rows in (64, 1024))
     assert kinds(few) == {"all_gather_v"}
-    assert kinds(many) == {"fetch_block"}
-    assert kinds(many, "backward") == {"fetch_block", "return_block"}
+    assert kinds(many) == {"fetch_shard"}
+    assert kinds(many, "backward") == {"fetch_shard", "return_shard"}
     (way,) = few.graphs[0].ways
     assert way.startswith("with all keys and values gathered: 96 KiB sent, 32 KiB held, ")
     assert "there would not be much to gain by a ring: 48 KiB sent, 16 KiB held, " in way
@@ -75,12 +75,12 @@ def test_a_ring_where_the_other_way_holds_too_much() -> None:
     assert kinds(explained(build, 4)) == {"all_gather_v"}
     with sc.config.patch(attention_bytes=1 << 20):
         found = explained(build, 4)
-    assert kinds(found) == {"fetch_block"}
+    assert kinds(found) == {"fetch_shard"}
     assert "config.attention_bytes is 1 MiB, less than with all keys and values gathered" in found.graphs[0].ways[0]
 
 
 def test_ways_that_are_set() -> None:
-    wanted = {"ring": {"fetch_block"}, "gather": {"all_gather_v"}, "heads": {"all_to_all_v"}}
+    wanted = {"ring": {"fetch_shard"}, "gather": {"all_gather_v"}, "heads": {"all_to_all_v"}}
     for attention, found in wanted.items():
         with sc.config.patch(attention=attention):
             report = explained(of_rows(64), 4, "cpu")
@@ -101,9 +101,9 @@ def test_a_context_decides_and_compiled_functions_follow(monkeypatch: pytest.Mon
     fetched: list[int] = []
     fetch = Ring.fetch
 
-    def noted(self: Ring, blocks: Any, dims: Any, by: int, after: Tensor | None = None) -> Any:
+    def noted(self: Ring, shards: Any, dims: Any, by: int, after: Tensor | None = None) -> Any:
         fetched.append(by)
-        return fetch(self, blocks, dims, by, after)
+        return fetch(self, shards, dims, by, after)
 
     monkeypatch.setattr(Ring, "fetch", noted)
     torch.manual_seed(0)

@@ -13,13 +13,13 @@ from torch.distributed import Work
 
 from shardcompile.collectives import all_gather_v, reduce_scatter_v, transport, wait
 from shardcompile.collectives.transport.nccl import Nccl
-from shardcompile.collectives.transport.nccl_ways import Way
-from shardcompile.layout import GroupCut, write_cuts
+from shardcompile.collectives.transport.nccl_algorithms import Way
+from shardcompile.diagnosis.recorded_calls import Call
+from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import rank, world_size
-from shardcompile.watch.calls import Call
 
 _ops = torch.ops.shardcompile
-CUTS = {3: [[3, 3, 3], [5, 0, 2], [1, 4, 4], [0, 0, 6], [0, 1, 0], [7, 1, 1]], 2: [[3, 3], [0, 4], [5, 2]]}
+PARTITIONS = {3: [[3, 3, 3], [5, 0, 2], [1, 4, 4], [0, 0, 6], [0, 1, 0], [7, 1, 1]], 2: [[3, 3], [0, 4], [5, 2]]}
 
 
 class _OverGloo(Nccl):
@@ -58,10 +58,10 @@ def test_ways_move_and_reduce_all_rows(way: Way, monkeypatch: pytest.MonkeyPatch
     group = dist.group.WORLD
     assert group is not None
     for dtype in (torch.float32, torch.float64, torch.bool, torch.complex64, torch.bfloat16, torch.int32):
-        for sizes in CUTS[world_size()]:
+        for sizes in PARTITIONS[world_size()]:
             terms = [_draw(sum(sizes), dtype, r) for r in range(world_size())]
-            block = terms[0].split(sizes)[rank()]
-            assert torch.equal(all_gather_v(block, 0, sizes, group), terms[0])
+            shard = terms[0].split(sizes)[rank()]
+            assert torch.equal(all_gather_v(shard, 0, sizes, group), terms[0])
             if dtype is torch.bool:
                 continue
             for dim in (0, 1):
@@ -72,7 +72,7 @@ def test_ways_move_and_reduce_all_rows(way: Way, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.ranks(3)
-def test_equal_blocks_are_reduced_by_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_shards_are_reduced_by_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _in_place_of_gloos(monkeypatch)
     asked, even = [], dist.reduce_scatter_tensor
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda *a, **k: asked.append(a[0].shape) or even(*a, **k))
@@ -89,19 +89,19 @@ def test_equal_blocks_are_reduced_by_torchs_own(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.ranks(3)
 def test_buckets_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wide member and a narrow one, of which no part of an even division has its blocks alone."""
+    """A wide member and a narrow one, of which no part of an even division has its shards alone."""
     group = dist.group.WORLD
     assert group is not None
-    cuts = [GroupCut(sizes, 0, []) for sizes in ([5, 0, 2], [1, 4, 4])]
-    terms = [[_draw(sum(c.sizes), torch.float64, 2 * r + n) for n, c in enumerate(cuts)] for r in range(3)]
-    mine = [c.sizes[rank()] for c in cuts]
-    blocks = [t.split(list(c.sizes))[rank()] for t, c in zip(terms[0], cuts, strict=True)]
+    partitions = [GroupPartition(sizes, 0, []) for sizes in ([5, 0, 2], [1, 4, 4])]
+    terms = [[_draw(sum(c.sizes), torch.float64, 2 * r + n) for n, c in enumerate(partitions)] for r in range(3)]
+    mine = [c.sizes[rank()] for c in partitions]
+    shards = [t.split(list(c.sizes))[rank()] for t, c in zip(terms[0], partitions, strict=True)]
     for way in (Way.BALANCED, Way.SENDS):
         _in_place_of_gloos(monkeypatch).fixed = way
-        totals, ends = [sum(c.sizes) for c in cuts], write_cuts(cuts)
-        gathered = wait(_ops.all_gather_bucket(blocks, [0, 0], totals, *ends, group.group_name))
+        totals, ends = [sum(c.sizes) for c in partitions], write_partitions(partitions)
+        gathered = wait(_ops.all_gather_bucket(shards, [0, 0], totals, *ends, group.group_name))
         assert torch.equal(gathered, torch.cat([t.view(-1) for t in terms[0]]))
         reduced = wait(_ops.reduce_scatter_bucket(terms[rank()], [0, 0], mine, "sum", *ends, group.group_name))
         sums = [torch.stack(t).sum(0) for t in zip(*terms, strict=True)]
-        wanted = [t.split(list(c.sizes))[rank()] for t, c in zip(sums, cuts, strict=True)]
+        wanted = [t.split(list(c.sizes))[rank()] for t, c in zip(sums, partitions, strict=True)]
         assert torch.equal(reduced, torch.cat([w.reshape(-1) for w in wanted]))

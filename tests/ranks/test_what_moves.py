@@ -1,6 +1,6 @@
 """What has to move and no more: the collectives of short functions, forward and backward, eager and compiled.
 
-Each function is compared with plain PyTorch over uneven cuts, and is compiled to one graph for all of them.
+Each function is compared with plain PyTorch over uneven partitions, and is compiled to one graph for all of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
 from shardcompile.testing.watch import CollectiveWatch
 
-CUTS = ([5, 0, 2], [3, 4, 1], [0, 1, 8], [4, 4, 4])
-"""An empty block in the middle and in front, blocks of one, even blocks; extents differ."""
+PARTITIONS = ([5, 0, 2], [3, 4, 1], [0, 1, 8], [4, 4, 4])
+"""An empty shard in the middle and in front, shards of one, even shards; sizes differ."""
 
-_LOCAL = {"attend", "attend_backward", "convolution", "convolution_backward", "derive_cut"}
+_LOCAL = {"attend", "attend_backward", "convolution", "convolution_backward", "derive_partition"}
 """Ops of ours that send nothing."""
 
 
@@ -35,11 +35,11 @@ class Case:
     """A function, and what it may send.
 
     Attributes:
-        run: a function of a tensor that is cut and of plain parameters.
-        shape: of what is cut, with None for the extent along which it is.
+        run: a function of a tensor that is sharded and of plain parameters.
+        shape: of what is sharded, with None for the size along which it is.
         moves: collectives of forward and backward pass, by kind.
         parameters: shapes of plain parameters.
-        dtype: of what is cut.
+        dtype: of what is sharded.
         eager_moves: those of eager mode, if they are others.
     """
 
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut."""
+        """The dim that is sharded."""
         return self.shape.index(None)
 
 
@@ -84,7 +84,7 @@ SLICES = {
 
 
 def _parts(x: Tensor) -> Tensor:
-    """Numbers made of modes; summed up, since of what a graph returns it does not know that its gradient is cut alike."""
+    """Numbers made of modes; summed up, since of what a graph returns it does not know that its gradient is identically sharded."""
     return torch.view_as_real(x).sin().sum(list(range(x.ndim)))
 
 
@@ -102,10 +102,14 @@ def _exchanges(count: int) -> dict[str, int]:
 
 FOURIER = {
     "fft of whole dims": Case(lambda x: _parts(torch.fft.fft(x.sin(), dim=1)), (None, 4), {"all_reduce": 1}),
-    "fft of the cut dim": Case(lambda x: _parts(torch.fft.fft(x.sin(), dim=0)), (None, 4), _exchanges(2)),
+    "fft of the sharded dim": Case(lambda x: _parts(torch.fft.fft(x.sin(), dim=0)), (None, 4), _exchanges(2)),
     "fft of a shorter signal": Case(lambda x: _parts(torch.fft.rfft(x.sin(), 6, dim=0)), (None, 4), _exchanges(2)),
-    "rfft2, height cut": Case(lambda x: _parts(torch.fft.rfft2(x.sin(), dim=(1, 2))), (2, None, 6, 3), _exchanges(2)),
-    "rfft2, width cut": Case(lambda x: _parts(torch.fft.rfft2(x.sin(), dim=(1, 2))), (2, 5, None, 3), _exchanges(5)),
+    "rfft2, height sharded": Case(
+        lambda x: _parts(torch.fft.rfft2(x.sin(), dim=(1, 2))), (2, None, 6, 3), _exchanges(2)
+    ),
+    "rfft2, width sharded": Case(
+        lambda x: _parts(torch.fft.rfft2(x.sin(), dim=(1, 2))), (2, 5, None, 3), _exchanges(5)
+    ),
     "rfftn of everything": Case(lambda x: _parts(torch.fft.rfftn(x.sin())), (None, 3, 4), _exchanges(2)),
     "irfft2 of what was transformed": Case(
         lambda x: torch.fft.irfft2(torch.fft.rfft2(x, dim=(1, 2)).sin(), s=(x.shape[1], 6), dim=(1, 2)) * x,
@@ -160,7 +164,7 @@ JOINED = {
     "experts": Case(_by_expert, _ROWS, {"all_reduce": 3}, ((3, 2), (3, 3), (3, 3))),
     "rows that are written to": Case(_written, _ROWS),
 }
-"""Rows of products, of which leading dims were flattened into the one that is cut."""
+"""Rows of products, of which leading dims were flattened into the one that is sharded."""
 
 
 def _causal(x: Tensor, weight: Tensor) -> Tensor:
@@ -185,7 +189,7 @@ WINDOWS = {
     "a causal convolution of padded rows": Case(
         _padded_in_front, (2, 2, None), _EDGES, ((2, 2, 4),), eager_moves=_EDGES_TWICE
     ),
-    "padded and cut off again": Case(_padded_around, (2, None)),
+    "padded and sharded off again": Case(_padded_around, (2, None)),
 }
 """Rows that get others around them, and lose them again, are where they were."""
 
@@ -203,8 +207,8 @@ def _sent(case: Case, run: Callable[..., Tensor], sizes: list[int]) -> Counter[s
     full = _numbers(tuple(sum(sizes) if n is None else n for n in case.shape), case.dtype).requires_grad_()
     plain = [_numbers(s, case.dtype).requires_grad_() for s in case.parameters]
     ours = [p.detach().clone().requires_grad_() for p in plain]
-    block = full.detach().split(sizes, case.dim)[rank()].clone()
-    x = sc.ShardTensor.from_local(block, mesh, [Shard(case.dim)], {0: sizes}).requires_grad_()
+    shard = full.detach().split(sizes, case.dim)[rank()].clone()
+    x = sc.ShardTensor.from_local(shard, mesh, [Shard(case.dim)], {0: sizes}).requires_grad_()
     expected = case.run(full, *plain)
     weight = torch.linspace(-1, 2, expected.numel(), dtype=torch.float64).view(expected.shape)
     expected.backward(weight)
@@ -225,7 +229,7 @@ def _sent(case: Case, run: Callable[..., Tensor], sizes: list[int]) -> Counter[s
 @pytest.mark.parametrize("name", CASES)
 def test_eager(name: str) -> None:
     case = CASES[name]
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         assert _sent(case, case.run, sizes) == (case.eager_moves or case.moves), sizes
 
 
@@ -235,6 +239,6 @@ def test_compiled_as_one_graph(name: str) -> None:
     case = CASES[name]
     before = once(graphs_compiled)
     compiled = torch.compile(case.run, fullgraph=True, backend="aot_eager")
-    for sizes in CUTS:
+    for sizes in PARTITIONS:
         assert _sent(case, compiled, sizes) == case.moves, sizes
     assert graphs_compiled() - before == 1

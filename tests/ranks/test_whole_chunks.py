@@ -1,4 +1,4 @@
-"""Views that split a cut dim where a row of the result lies on two ranks: rows move to the rank that has the first."""
+"""Views that split a sharded dim where a row of the result lies on two ranks: rows move to the rank that has the first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.testing import mesh, once, rank
 
-CUTS = [[5, 0, 7], [4, 4, 4], [1, 22, 1], [0, 0, 12], [11, 1, 24], [3, 8, 1]]
+PARTITIONS = [[5, 0, 7], [4, 4, 4], [1, 22, 1], [0, 0, 12], [11, 1, 24], [3, 8, 1]]
 
 
-def cut(full: torch.Tensor, sizes: list[int], dim: int = 1) -> sc.ShardTensor:
-    block = full.split(sizes, dim)[rank()].contiguous()
-    return sc.ShardTensor.from_local(block, mesh(), [Shard(dim)], {0: sizes})
+def partition(full: torch.Tensor, sizes: list[int], dim: int = 1) -> sc.ShardTensor:
+    shard = full.split(sizes, dim)[rank()].contiguous()
+    return sc.ShardTensor.from_local(shard, mesh(), [Shard(dim)], {0: sizes})
 
 
 def chunks(x: Any) -> Any:
@@ -51,13 +51,13 @@ def written_through(x: Any) -> Any:
 FUNCTIONS = [chunks, padded_chunks, rows_of_another_width, patches, written_through]
 
 
-def check(function: Callable[..., Any], backend: str | None, cuts: list[list[int]]) -> None:
+def check(function: Callable[..., Any], backend: str | None, partitions: list[list[int]]) -> None:
     run = once(lambda: torch.compile(function, fullgraph=True, backend=backend) if backend else function)
-    for sizes in cuts:
+    for sizes in partitions:
         full = torch.randn(2, sum(sizes), 6, generator=torch.Generator().manual_seed(sum(sizes)), dtype=torch.float64)
         plain = full.clone().requires_grad_()
         expected = function(plain)
-        x = cut(full, sizes).requires_grad_()
+        x = partition(full, sizes).requires_grad_()
         found = run(x)
         torch.testing.assert_close(found.full_tensor(), expected)
         (expected * expected.detach().cos()).sum().backward()
@@ -71,7 +71,7 @@ def check(function: Callable[..., Any], backend: str | None, cuts: list[list[int
     often([(backend, f) for backend in (None, "aot_eager", "inductor") for f in FUNCTIONS], len(FUNCTIONS)),
 )
 def test_whole_chunks(backend: str | None, function: Callable[..., Any]) -> None:
-    check(function, backend, CUTS)
+    check(function, backend, PARTITIONS)
 
 
 @pytest.mark.ranks(2)
@@ -83,14 +83,14 @@ def test_on_processes() -> None:
 @pytest.mark.parametrize("function", [chunks, rows_of_another_width, patches])
 def test_no_row_is_gathered(function: Callable[..., Any]) -> None:
     with CommDebugMode() as seen:
-        function(cut(torch.randn(2, 24, 6), [5, 12, 7])).sum()
+        function(partition(torch.randn(2, 24, 6), [5, 12, 7])).sum()
     counts = {str(op) for op in seen.get_comm_counts()}
     assert counts == {"shardcompile.fetch_ranges"}, counts
 
 
 @pytest.mark.ranks(3, processes=False)
 def test_only_rows_of_divided_chunks_move() -> None:
-    out = cut(torch.arange(24.0).reshape(1, 24), [5, 12, 7]).view(1, 6, 4)
+    out = partition(torch.arange(24.0).reshape(1, 24), [5, 12, 7]).view(1, 6, 4)
     assert out.sharding.describe() == "f32[1, 6, 4] 0: S(1)[2,3,1]"
 
 

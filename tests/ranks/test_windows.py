@@ -1,4 +1,4 @@
-"""Convolution and pooling along cut spatial dims: what windows read over the edges of blocks, and nothing more."""
+"""Convolution and pooling along sharded spatial dims: what windows read over the edges of shards, and nothing more."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
 
 
-def random_cut(extent: int, parts: int, choose: random.Random) -> list[int]:
-    at = sorted(choose.randint(0, extent) for _ in range(parts - 1))
-    return [b - a for a, b in itertools.pairwise([0, *at, extent])]
+def random_partition(size: int, parts: int, choose: random.Random) -> list[int]:
+    at = sorted(choose.randint(0, size) for _ in range(parts - 1))
+    return [b - a for a, b in itertools.pairwise([0, *at, size])]
 
 
-def cut_up(x: Tensor, dim: int, sizes: list[int]) -> sc.ShardTensor:
-    block = x.split(sizes, dim)[rank()].contiguous()
-    return sc.ShardTensor.from_local(block, mesh(), [Shard(dim)], {0: sizes}).requires_grad_()
+def sharded_inputs(x: Tensor, dim: int, sizes: list[int]) -> sc.ShardTensor:
+    shard = x.split(sizes, dim)[rank()].contiguous()
+    return sc.ShardTensor.from_local(shard, mesh(), [Shard(dim)], {0: sizes}).requires_grad_()
 
 
 def compare(function: Callable[..., Tensor], x: Tensor, dim: int, sizes: list[int], *others: Tensor) -> sc.ShardTensor:
@@ -42,7 +42,7 @@ def compare(function: Callable[..., Tensor], x: Tensor, dim: int, sizes: list[in
     expected = function(*plain)
     grad = torch.randn_like(expected)
     expected.backward(grad)
-    sharded = [cut_up(x, dim, sizes), *(t.detach().clone().requires_grad_() for t in others)]
+    sharded = [sharded_inputs(x, dim, sizes), *(t.detach().clone().requires_grad_() for t in others)]
     out = function(*sharded)
     out.backward(grad)
     torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
@@ -61,7 +61,7 @@ def test_random_convolutions(transposed: bool, seed: int) -> None:
     tried = 0
     while tried < 25:
         dims, groups = choose.choice([1, 2, 2, 3]), choose.choice([1, 2])
-        extents = [choose.randint(1, 9) for _ in range(dims)]
+        sizes = [choose.randint(1, 9) for _ in range(dims)]
         kernel, stride, padding, dilation = (
             [choose.randint(a, b) for _ in range(dims)] for a, b in ((1, 4), (1, 3), (0, 2), (1, 2))
         )
@@ -78,14 +78,14 @@ def test_random_convolutions(transposed: bool, seed: int) -> None:
             return torch.convolution(x, weight, bias, *options, transposed, m, g)
 
         ours, theirs = 2 * groups, 3 * groups
-        x, bias = normal(2, ours, *extents), normal(theirs)
+        x, bias = normal(2, ours, *sizes), normal(theirs)
         weight = normal(ours, 3, *kernel) if transposed else normal(theirs, 2, *kernel)
         try:
             convolved(x, weight, bias)
         except RuntimeError:  # less than a window
             continue
         dim = choose.randint(2, dims + 1)
-        out = compare(convolved, x, dim, random_cut(extents[dim - 2], 3, choose), weight, bias)
+        out = compare(convolved, x, dim, random_partition(sizes[dim - 2], 3, choose), weight, bias)
         assert out.placements == (Shard(dim),)
         tried += 1
 
@@ -112,18 +112,18 @@ def test_random_pools(kind: str) -> None:
     torch.manual_seed(0)
     tried = 0
     while tried < 25:
-        extents, kernel, stride = ([choose.randint(a, b) for _ in range(2)] for a, b in ((1, 9), (1, 4), (1, 3)))
+        dim_sizes, kernel, stride = ([choose.randint(a, b) for _ in range(2)] for a, b in ((1, 9), (1, 4), (1, 3)))
         padding = [choose.randint(0, k // 2) for k in kernel]
         dilation = [choose.randint(1, 2) for _ in range(2)]
         pool = POOLS[kind](kernel, stride, padding, dilation, choose.random() < 0.5)
-        x = normal(2, 2, *extents)
+        x = normal(2, 2, *dim_sizes)
         try:
             if pool(x).isinf().any():
                 continue  # a window between the elements, of which plain PyTorch numbers one outside of it
         except RuntimeError:
             continue
         dim = choose.choice([2, 3])
-        sizes = random_cut(extents[dim - 2], 3, choose)
+        sizes = random_partition(dim_sizes[dim - 2], 3, choose)
         assert compare(pool, x, dim, sizes).placements == (Shard(dim),)
         tried += 1
 
@@ -132,7 +132,7 @@ def test_random_pools(kind: str) -> None:
 def test_a_maximum_that_no_element_is_above() -> None:
     x = torch.full([1, 1, 7, 5], -float("inf"), dtype=torch.float64)
     for sizes in ([3, 0, 4], [0, 7, 0]):
-        found, expected = (nnf.max_pool2d(t, 3, 2, 1, return_indices=True) for t in (cut_up(x, 2, sizes), x))
+        found, expected = (nnf.max_pool2d(t, 3, 2, 1, return_indices=True) for t in (sharded_inputs(x, 2, sizes), x))
         assert torch.equal(found[0].full_tensor(), expected[0]) and torch.equal(found[1].full_tensor(), expected[1])
 
 
@@ -224,7 +224,7 @@ def test_other_dtypes_and_formats(name: str) -> None:
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float64
     x, weight = normal(2, 4, 7, 5).to(dtype), normal(6, 4, 3, 3).to(dtype)
     layout = torch.channels_last if name == "channels_last" else torch.contiguous_format
-    sharded = cut_up(x, 2, [3, 0, 4]).detach().contiguous(memory_format=layout)
+    sharded = sharded_inputs(x, 2, [3, 0, 4]).detach().contiguous(memory_format=layout)
     x = x.contiguous(memory_format=layout)
     expected = nnf.avg_pool2d(nnf.conv2d(x, weight, padding=1), 3, 1, 1, count_include_pad=False)
     out = nnf.avg_pool2d(nnf.conv2d(sharded, weight, padding=1), 3, 1, 1, count_include_pad=False)
@@ -268,13 +268,13 @@ def test_linear_interpolation(align: bool) -> None:
     choose = random.Random(0)
     torch.manual_seed(0)
     for mode, dims in [("linear", 1), ("bilinear", 2), ("trilinear", 3)] * 6:
-        extents, sizes = ([choose.randint(2, 8) for _ in range(dims)] for _ in range(2))
+        dim_sizes, sizes = ([choose.randint(2, 8) for _ in range(dims)] for _ in range(2))
 
         def finer(x: Tensor, mode: str = mode, size: Any = sizes) -> Tensor:
             return nnf.interpolate(x, size=size, mode=mode, align_corners=align)
 
         dim = choose.randint(2, dims + 1)
-        out = compare(finer, normal(2, 2, *extents), dim, random_cut(extents[dim - 2], 3, choose))
+        out = compare(finer, normal(2, 2, *dim_sizes), dim, random_partition(dim_sizes[dim - 2], 3, choose))
         assert out.placements == (Shard(dim),)
 
     def twice(x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def test_padding_with_rows_of_the_tensor(mode: str) -> None:
             assert out.placements == (ROWS,)
     if mode != "replicate":
         with pytest.raises(RuntimeError, match="adding"):
-            nnf.pad(cut_up(x, 2, [3, 0, 4]), (0, 0, 8, 0), mode=mode)
+            nnf.pad(sharded_inputs(x, 2, [3, 0, 4]), (0, 0, 8, 0), mode=mode)
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
     assert_matches_single_device(model, [x], [ROWS], steps=3, backend="aot_eager")
@@ -307,7 +307,7 @@ def test_padding_with_rows_of_the_tensor(mode: str) -> None:
 def test_a_gathered_image_compiles_its_backward_pass_at_once() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 3, padding=1).double()
-    x = cut_up(normal(1, 2, 9, 6), 2, [3, 6])
+    x = sharded_inputs(normal(1, 2, 9, 6), 2, [3, 6])
 
     def gathered(x: Tensor) -> Tensor:
         return model(x.redistribute(placements=[Replicate()])).square()

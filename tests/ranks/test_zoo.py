@@ -1,4 +1,4 @@
-"""The zoo: models of the world are right on cut inputs, compile to one graph, and send what their golden files say.
+"""The zoo: models of the world are right on sharded inputs, compile to one graph, and send what their golden files say.
 
 ``pytest -m zoo --update-snapshots`` writes the golden files anew. Each gather in one of them needs a person's word in
 `tests/zoo/registry.py`.
@@ -57,7 +57,7 @@ def test_compiled_equals_one_process(entry: Entry) -> None:
 @EACH_BY_OUR_BACKEND
 @pytest.mark.ranks(3, timeout=600, processes=False)
 def test_by_our_backend_equals_one_process(entry: Entry) -> None:
-    check.compare(entry, "shardcompile", cuts=2)
+    check.compare(entry, "shardcompile", partitions=2)
 
 
 @EACH_GOLDEN

@@ -1,1 +1,1 @@
-"""Models of the world with random weights: what they compute on cut inputs, and what they send."""
+"""Models of the world with random weights: what they compute on sharded inputs, and what they send."""

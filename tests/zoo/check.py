@@ -15,15 +15,15 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.compat import UNKNOWN_OUTPUT_SHAPE
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.reports import GraphReport, Report, explain
+from shardcompile.inspect import GraphReport, Report, explain
 from shardcompile.testing import once, rank
 from zoo.double_steps import IN_DOUBLE, steps_in_double
 from zoo.entry import Entry, Reading
 
 
-def _cuts(entry: Entry) -> list[list[int]]:
-    """Sizes of three blocks: an empty one in the middle and in front, one of a single row, even ones; another extent."""
-    n, other = entry.extents
+def _partitions(entry: Entry) -> list[list[int]]:
+    """Sizes of three blocks: an empty one in the middle and in front, one of a single row, even ones; another size."""
+    n, other = entry.sizes
     return [[n - 3, 0, 3], [0, 1, n - 1], [1, n - 4, 3], [n // 3, n // 3, n - 2 * (n // 3)], [2, other - 2, 0]]
 
 
@@ -33,15 +33,15 @@ def _model(entry: Entry) -> nn.Module:
     return model.double() if entry.dtype is torch.float64 else model.float()  # `to` would make complex weights real
 
 
-def _cut_parameters(model: nn.Module, entry: Entry, mesh: DeviceMesh) -> nn.Module:
-    """The parameters that the entry names in blocks: of the last rank most rows, of the one in front of it none."""
-    for name, p in list(model.named_parameters()) if entry.cut_parameters else ():
-        if entry.cut_parameters in name:
+def _shard_parameters(model: nn.Module, entry: Entry, mesh: DeviceMesh) -> nn.Module:
+    """The parameters that the entry names sharded: of the last rank most rows, of the one in front of it none."""
+    for name, p in list(model.named_parameters()) if entry.shard_parameters else ():
+        if entry.shard_parameters in name:
             sizes = [1, *[0] * (mesh.size() - 2), len(p) - 1]
             block = p.detach().split(sizes)[mesh.get_rank()].clone()
             module, _, own_name = name.rpartition(".")
-            cut = nn.Parameter(sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}))
-            setattr(model.get_submodule(module), own_name, cut)
+            partition = nn.Parameter(sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}))
+            setattr(model.get_submodule(module), own_name, partition)
     return model
 
 
@@ -52,7 +52,7 @@ def _full(entry: Entry, n: int) -> list[Tensor]:
 
 def _sharded(entry: Entry, full: Sequence[Tensor], sizes: list[int], mesh: DeviceMesh) -> list[Tensor]:
     placed: list[Tensor] = []
-    for i, (x, dim) in enumerate(zip(full, entry.cut, strict=True)):
+    for i, (x, dim) in enumerate(zip(full, entry.partition, strict=True)):
         if dim is None:
             placed.append(x)
             continue
@@ -74,29 +74,29 @@ def _expected(entry: Entry, n: int, in_double: bool) -> tuple[Tensor, dict[str, 
     return out.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
-    """Values and gradients of parameters over several cuts; compiled to the graphs that the entry allows.
+def compare(entry: Entry, backend: str | None = None, partitions: int = 5) -> None:
+    """Values and gradients of parameters over several partitions; compiled to the graphs that the entry allows.
 
     Args:
         entry: the model.
         backend: by which it is compiled, if it is.
-        cuts: how many of the five cuts.
+        partitions: how many of the five partitions.
     """
     mesh = init_device_mesh("cpu", (3,))
     if backend is not None:
         once(torch.compiler.reset)
     in_double = backend == "shardcompile" and entry.name in IN_DOUBLE
     before = once(graphs_compiled)
-    model = _cut_parameters(_model(entry), entry, mesh)
+    model = _shard_parameters(_model(entry), entry, mesh)
     run: Callable[..., Tensor] = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
-    for sizes in _cuts(entry)[:cuts]:
+    for sizes in _partitions(entry)[:partitions]:
         n = sum(sizes)
         out, gradients = once(lambda n=n: _expected(entry, n, in_double))
         model.zero_grad()
         inputs = _sharded(entry, _full(entry, n), sizes, mesh)
         with steps_in_double(in_double):
             got = run(*inputs)
-        if backend is not None and sizes == _cuts(entry)[0]:
+        if backend is not None and sizes == _partitions(entry)[0]:
             _same_layout(model, inputs, got)
         whole = got.full_tensor() if isinstance(got, sc.ShardTensor) else got
         told = f"rank {rank()}, blocks {sizes}"
@@ -129,8 +129,8 @@ def _close(got: Tensor, want: Tensor, entry: Entry, told: str) -> None:
 def communication(entry: Entry) -> str:
     """What a rank of three sends in a forward and a backward pass, before any pass of ours: the golden file."""
 
-    fixed = entry.extents[0] == entry.extents[1]  # models of one extent
-    blocks = _cuts(entry)[0] if fixed else [5, 4, 3]
+    fixed = entry.sizes[0] == entry.sizes[1]  # models of one size
+    blocks = _partitions(entry)[0] if fixed else [5, 4, 3]
     n = sum(blocks)
     real = _model(entry).float()
 
@@ -140,7 +140,7 @@ def communication(entry: Entry) -> str:
             model = _model(entry).float()
         except UNKNOWN_OUTPUT_SHAPE:  # some models read values while they are made
             model = copy.deepcopy(real)
-        return _cut_parameters(model, entry, mesh), tuple(_sharded(entry, full, blocks, mesh))
+        return _shard_parameters(model, entry, mesh), tuple(_sharded(entry, full, blocks, mesh))
 
     report: Report = explain(build, world_size=3, device="cpu", stages=[])
     parameters = sum(p.numel() * 4 for p in real.parameters())

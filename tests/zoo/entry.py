@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """A model, its inputs, and how it is cut.
+    """A model, its inputs, and how it is sharded.
 
     Attributes:
         name: unique; that of its golden file.
         make: the model with random weights, tiny; called after the seed is set.
-        inputs: for n rows of what is cut, the full inputs.
-        cut: of each input the dim that is cut, or None for one that stays plain.
+        inputs: for n rows of what is sharded, the full inputs.
+        sharded: of each input the dim that is sharded, or None for one that stays plain.
         rows: of each input, how many of its rows belong to one of the n.
         call: how the model is called with the inputs.
         read: from what the model returns to one tensor.
@@ -27,15 +27,15 @@ class Entry:
         tolerance: relative and absolute.
         gathers: for each whole gather of the golden file what a person says of it: part of the line, then a word
             (`needed`, or `not needed`) and why.
-        graphs: of one compilation over all cuts and extents; two where another extent takes one more.
-        cut_parameters: part of the names of parameters that are cut along dim 0.
-        extents: what n is, for four cuts and for a fifth one.
+        graphs: of one compilation over all partitions and sizes; two where another size takes one more.
+        shard_parameters: part of the names of parameters that are sharded along dim 0.
+        sizes: what n is, for four partitions and for a fifth one.
     """
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[int], list[Tensor]]
-    cut: tuple[int | None, ...]
+    partition: tuple[int | None, ...]
     rows: tuple[int, ...] = ()
     call: Callable[..., Any] = lambda model, *inputs: model(*inputs)
     read: Callable[[Any], Tensor] = lambda out: out
@@ -44,8 +44,8 @@ class Entry:
     tolerance: float = 1e-9
     gathers: tuple[tuple[str, str], ...] = ()
     graphs: int = 1
-    cut_parameters: str = ""
-    extents: tuple[int, int] = (8, 11)
+    shard_parameters: str = ""
+    sizes: tuple[int, int] = (8, 11)
 
     def rows_of(self, i: int) -> int:
         """Rows of an input for each of the n."""

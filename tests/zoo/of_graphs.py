@@ -1,4 +1,4 @@
-"""Layers of torch_geometric: nodes and edges are cut."""
+"""Layers of torch_geometric: nodes and edges are sharded."""
 
 from __future__ import annotations
 

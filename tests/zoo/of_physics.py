@@ -1,4 +1,4 @@
-"""Models of physics, of PhysicsNeMo and neuraloperator: points or the height of a field are cut."""
+"""Models of physics, of PhysicsNeMo and neuraloperator: points or the height of a field are sharded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _field(rows: int, width: int = 16, channels: int = 2, batch: int = 2) -> Cal
 
 def _height(name: str, make: Callable[[], nn.Module], rows: int, package: str = "physicsnemo", **more: Any) -> Entry:
     more.setdefault("inputs", _field(rows))
-    return Entry(name, make, cut=(2,), rows=(rows,), package=package, **more)
+    return Entry(name, make, partition=(2,), rows=(rows,), package=package, **more)
 
 
 def _points(n: int) -> list[Tensor]:
@@ -81,9 +81,9 @@ OF_PHYSICS = [
         package="physicsnemo",
     ),
     Entry("pn-perceptron", _of("mlp", "FullyConnected", in_features=3, layer_size=16, out_features=2, num_layers=2), lambda n: [torch.randn(n, 3)], (0,), package="physicsnemo"),
-    _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, gathers=PLACED, extents=_FIXED, **_SINGLE),
+    _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, gathers=PLACED, sizes=_FIXED, **_SINGLE),
     _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2, graphs=2, gathers=(MODES,)),
-    _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED, gathers=(*BIAS, *WINDOWS)),
+    _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], sizes=_FIXED, gathers=(*BIAS, *WINDOWS)),
     Entry(
         "pn-song-unet",
         _of("diffusion_unets", "SongUNet", attn_resolutions=[], bottleneck_attention=False, **_UNET),
@@ -111,7 +111,7 @@ OF_PHYSICS = [
         rows=(2, 1),
         package="physicsnemo",
         gathers=(KEYS, TABLE),
-        extents=_FIXED,
+        sizes=_FIXED,
     ),
     Entry(
         "pn-unet-3d",
@@ -129,7 +129,7 @@ OF_PHYSICS = [
         rows=(2,),
         package="physicsnemo",
         graphs=2,
-        extents=_FIXED,
+        sizes=_FIXED,
         gathers=KEPT,
         **_SINGLE,
     ),

@@ -1,4 +1,4 @@
-"""Models of texts, of transformers and x-transformers: their sequences are cut."""
+"""Models of texts, of transformers and x-transformers: their sequences are sharded."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _decoder(
     gathers: tuple[tuple[str, str], ...] = _PLAIN,
     dtype: torch.dtype = torch.float64,
     graphs: int = 1,
-    cut_parameters: str = "",
+    shard_parameters: str = "",
     **sizes: Any,
 ) -> Entry:
     settings = {name: value for name, value in {**_DECODER, **sizes}.items() if value is not LEFT_OUT}
@@ -120,7 +120,7 @@ def _decoder(
     limit = 1e-9 if dtype is torch.float64 else 1e-4
     return Entry(
         name, make, words, (1,), read=_logits, package="transformers", gathers=gathers, dtype=dtype, tolerance=limit,
-        graphs=graphs, cut_parameters=cut_parameters,
+        graphs=graphs, shard_parameters=shard_parameters,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ OF_TEXT = [
     _decoder("hf-gpt-neox", "gpt_neox"),
     _decoder("hf-gpt2", "gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     _decoder("hf-mixtral", "mixtral", _EXPERTS, dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
-    _decoder("hf-mixtral-cut-experts", "mixtral", _EXPERTS, dtype=torch.float32, cut_parameters="experts.", num_local_experts=4, num_experts_per_tok=2),
+    _decoder("hf-mixtral-sharded-experts", "mixtral", _EXPERTS, dtype=torch.float32, shard_parameters="experts.", num_local_experts=4, num_experts_per_tok=2),
     _decoder("hf-olmoe", "olmoe", _EXPERTS, dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
     _decoder("hf-mamba", "mamba", attention="eager", state_size=4),
     # It pads to whole chunks where words are left over, which is another graph, as in plain PyTorch.
@@ -215,7 +215,7 @@ OF_TEXT = [
         call=lambda model, sound, decoded: model(input_features=sound, decoder_input_ids=decoded).logits,
         package="transformers",
         gathers=_PLAIN,
-        extents=(8, 8),
+        sizes=(8, 8),
     ),
     Entry(
         "hf-wav2vec2",

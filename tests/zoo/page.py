@@ -21,12 +21,12 @@ _HEAD = re.compile(r"(\d+) collectives, (\d+) B; (\d+) after the passes; paramet
 
 _INTRODUCTION = """# Models that were tried
 
-Public models with random weights and tiny sizes, unmodified, with inputs that are cut unevenly over three ranks: along the
+Public models with random weights and tiny sizes, unmodified, with inputs that are sharded unevenly over three ranks: along the
 sequence, the height, points, or nodes and edges. For each of them the tests compare values and gradients with one process
-over five cuts, with an empty block, a block of one row and another extent: eager, and, but for those listed below,
+over five partitions, with an empty block, a block of one row and another size: eager, and, but for those listed below,
 compiled by `aot_eager` to one graph. That runs at night (`pytest -m zoo`); the first five run on every push.
 
-By `backend="shardcompile"`, our passes and Inductor, {tried} of {all} models are compared over two of the cuts, and are right,
+By `backend="shardcompile"`, our passes and Inductor, {tried} of {all} models are compared over two of the partitions, and are right,
 each compiled to one graph (`pytest -m zoo -k by_our_backend`). In {double} of them steps that the model takes in single
 precision, whatever its dtype is, are taken in double precision there: Inductor rounds single precision otherwise than
 eager kernels do, of plain tensors too.

@@ -31,8 +31,8 @@ from shardcompile.collectives.transport.base import shifted as shifted
 from shardcompile.collectives.transport.reduce import check_reduction as check_reduction
 from shardcompile.collectives.transport.reduce import reduce_rows as reduce_rows
 from shardcompile.collectives.transport.reduce import reduced_in as reduced_in
-from shardcompile.watch import Call
-from shardcompile.watch.backends import Backend, register_backend
+from shardcompile.diagnosis import Call
+from shardcompile.diagnosis.backends import Backend, register_backend
 
 _OTHERS = Transport()
 """For backends that are not listed, such as ranks that are threads: messages with tags are what all of them have."""

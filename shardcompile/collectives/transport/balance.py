@@ -1,6 +1,6 @@
-"""Blocks of any sizes beside an even division of the same rows, in the same order.
+"""Shards of any sizes beside an even division of the same rows, in the same order.
 
-A ring moves parts of one size, and every link carries the same. Blocks of other sizes take the same ring if ranks first
+A ring moves parts of one size, and every link carries the same. Shards of other sizes take the same ring if ranks first
 bring them to an even division: each sends its neighbours what it has too much of. Reduced rows go the other way.
 """
 
@@ -32,39 +32,39 @@ def even_parts(whole: int, ranks: int, unit: int = 1) -> tuple[int, list[Range]]
 
 
 def moved_to_even(sizes: Sequence[float] | np.ndarray) -> float:
-    """How much the busiest rank sends or receives between blocks of these sizes and an even division of them."""
+    """How much the busiest rank sends or receives between shards of these sizes and an even division of them."""
     held = np.asarray(sizes, dtype=np.float64)
     part = held.sum() / len(held)
-    ends, cuts = held.cumsum(), part * np.arange(1, len(held) + 1)
-    kept = np.minimum(ends, cuts) - np.maximum(ends - held, cuts - part)
+    ends, partitions = held.cumsum(), part * np.arange(1, len(held) + 1)
+    kept = np.minimum(ends, partitions) - np.maximum(ends - held, partitions - part)
     return float((np.maximum(held, part) - kept.clip(0)).max())
 
 
 class Balance(NamedTuple):
-    """What a rank exchanges between its block and its part of an even division.
+    """What a rank exchanges between its shard and its part of an even division.
 
     Attributes:
         size: of the parts.
-        of_block: for each rank what of this rank's block lies in that rank's part.
-        of_part: for each rank what of this rank's part lies in that rank's block.
+        of_shard: for each rank what of this rank's local shard lies in that rank's part.
+        of_part: for each rank what of this rank's part lies in that rank's shard.
     """
 
     size: int
-    of_block: list[Range]
+    of_shard: list[Range]
     of_part: list[Range]
 
     @staticmethod
     @functools.lru_cache(maxsize=512)
     def of(sizes: tuple[int, ...], me: int, unit: int) -> Balance:
-        """Work it out. Kept, because a program moves the same blocks again and again.
+        """Work it out. Kept, because a program moves the same shards again and again.
 
         Args:
-            sizes: of the blocks.
+            sizes: of the shards.
             me: this rank, of the group.
             unit: see `even_parts`.
         """
         ends = running_ends(sizes)
         size, parts = even_parts(sum(sizes), len(sizes), unit)
-        of_block = [shifted(overlap(ends[me], part), -ends[me][0]) for part in parts]
-        of_part = [shifted(overlap(block, parts[me]), -parts[me][0]) for block in ends]
-        return Balance(size, of_block, of_part)
+        of_shard = [shifted(overlap(ends[me], part), -ends[me][0]) for part in parts]
+        of_part = [shifted(overlap(shard, parts[me]), -parts[me][0]) for shard in ends]
+        return Balance(size, of_shard, of_part)

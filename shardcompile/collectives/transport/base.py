@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from shardcompile.compat import register_work
-from shardcompile.watch import Call
-from shardcompile.watch.queued import Passed
+from shardcompile.diagnosis import Call
+from shardcompile.diagnosis.queued import Passed
 
 Range = tuple[int, int]
 """First row and end row."""
@@ -77,13 +77,13 @@ class Transport:
     Attributes:
         name: of the backend, as `torch.distributed` has it.
         device: type of the device that its tensors are on.
-        tells: whether `shardcompile.watch` looks after its groups.
+        tells: whether `shardcompile.diagnosis` looks after its groups.
         agrees: whether its ranks can wait for one another by small messages before a collective of torch's.
         aborts: whether the watch ends a wait by aborting the group; otherwise it closes connections.
         uses_cpu: whether the cores that compute also move its messages, through memory that all ranks share.
-        rings: whether gathers of blocks of one size are better left to torch's own collective.
+        rings: whether gathers of shards of one size are better left to torch's own collective.
         has_all_to_all: whether `all_to_all` is there, and better than messages.
-        mark: see `shardcompile.watch.backends.Backend`.
+        mark: see `shardcompile.diagnosis.backends.Backend`.
     """
 
     name = ""
@@ -157,7 +157,7 @@ class Transport:
 
 
 def running_ends(sizes: Sequence[int]) -> list[Range]:
-    """First and end row of every block."""
+    """First and end row of every shard."""
     ranges, start = [], 0
     for size in sizes:
         ranges.append((start, start + size))

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed import Work
 
 from shardcompile.collectives.transport.base import Transport
-from shardcompile.watch import Call
+from shardcompile.diagnosis import Call
 
 
 class Gloo(Transport):
-    """Blocks are sent straight into their places, which is faster than gloo's collectives of blocks of one size."""
+    """Shards are sent straight into their places, which is faster than gloo's collectives of shards of one size."""
 
     name = "gloo"
     tells = True

@@ -1,4 +1,4 @@
-"""NCCL: grouped messages, and several ways to gather blocks of any sizes and to reduce into them.
+"""NCCL: grouped messages, and several ways to gather shards of any sizes and to reduce into them.
 
 Why this is safe with streams, the allocator and several groups is written down in `docs/transports.md`. It has run
 between ranks that share a GPU, but for the ways over an even division, and nothing yet between GPUs.
@@ -25,9 +25,9 @@ from shardcompile.collectives.transport.base import (
     between_peers,
     running_ends,
 )
-from shardcompile.collectives.transport.nccl_ways import ALIGNED, Way, way_to_gather, way_to_reduce
-from shardcompile.watch import Call
-from shardcompile.watch.queued import Passed
+from shardcompile.collectives.transport.nccl_algorithms import ALIGNED, Way, way_to_gather, way_to_reduce
+from shardcompile.diagnosis import Call
+from shardcompile.diagnosis.queued import Passed
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 """What NCCL reduces as `reduce_rows` does. Its maximum does not keep NaN."""
@@ -60,7 +60,7 @@ class Nccl(Transport):
     NCCL knows neither bool nor complex; rows are moved as bytes.
 
     Attributes:
-        fixed: the way in which blocks are gathered and terms reduced, on every rank alike, for who measures it; None
+        fixed: the way in which shards are gathered and terms reduced, on every rank alike, for who measures it; None
             for the cheapest.
     """
 
@@ -129,10 +129,10 @@ class Nccl(Transport):
     def _gather_balanced(self, call: Call, rows: Tensor, lengths: tuple[int, ...], out: Tensor) -> Work:
         # The ring reads what the messages bring. No wait is between them: both run on the group's stream, in order.
         me, whole = call.group.rank(), out
-        size, of_block, of_part = Balance.of(lengths, me, ALIGNED)
+        size, of_shard, of_part = Balance.of(lengths, me, ALIGNED)
         part = rows.new_empty([size])
-        part[slice(*of_part[me])].copy_(rows[slice(*of_block[me])])
-        works = self.exchange(call, *between_peers(me, rows, of_block, part, of_part))
+        part[slice(*of_part[me])].copy_(rows[slice(*of_shard[me])])
+        works = self.exchange(call, *between_peers(me, rows, of_shard, part, of_part))
         if out.shape[0] != size * len(lengths):
             whole = out.new_empty([size * len(lengths)])
         works += _gather_even(call, part, whole)
@@ -140,14 +140,14 @@ class Nccl(Transport):
 
     def _reduce_balanced(self, call: Call, rows: Tensor, lengths: tuple[int, ...], reduce_op: str, out: Tensor) -> Work:
         me, whole = call.group.rank(), rows
-        size, of_block, of_part = Balance.of(lengths, me, max(ALIGNED // rows.dtype.itemsize, 1))
+        size, of_shard, of_part = Balance.of(lengths, me, max(ALIGNED // rows.dtype.itemsize, 1))
         if rows.shape[0] != size * len(lengths):
             whole = rows.new_empty([size * len(lengths)])  # nobody reads the sums of what is behind the rows
             whole[: rows.shape[0]].copy_(rows)
         part = rows.new_empty([size])
         works = _reduce_even(call, whole, reduce_op, part)
-        works += self.exchange(call, *between_peers(me, part, of_part, out, of_block))
-        return CallWork(call, works, lambda: out[slice(*of_block[me])].copy_(part[slice(*of_part[me])]))
+        works += self.exchange(call, *between_peers(me, part, of_part, out, of_shard))
+        return CallWork(call, works, lambda: out[slice(*of_shard[me])].copy_(part[slice(*of_part[me])]))
 
     def _connect(self, group: ProcessGroup) -> None:
         """Have all ranks of a group make its communicator together, before some of them have no message to send.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import is_ordinary
-from shardcompile.layout.layout import REDUCE_OPS
+from shardcompile.sharding import is_ordinary
+from shardcompile.sharding.layout import REDUCE_OPS
 
 _WIDER = {
     torch.int16: torch.int32,

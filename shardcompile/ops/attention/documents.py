@@ -31,7 +31,7 @@ _ops = torch.ops.shardcompile
 def _pieces(
     ends: Tensor, total: int, first_query: int, queries: int, first_key: int, keys: int, causal: bool
 ) -> Iterator[tuple[slice, slice, int]]:
-    """By document: its rows of the query's block, the keys that it needs, and the shift of its scores."""
+    """By document: its rows of the query's shard, the keys that it needs, and the shift of its scores."""
     for start, end in documents_of(ends, total):
         a, b = max(start, first_query), min(end, first_query + queries)
         c, d = start, b if causal else end

@@ -1,9 +1,9 @@
-"""Attention of a block of queries over a block of keys, by torch's fused kernels.
+"""Attention of a shard of queries over a shard of keys, by torch's fused kernels.
 
-The ops decide at run time what the kernels cannot be asked while tracing: whether a block is empty, which kernels
-refuse or crash on, and where its rows and columns lie in the whole matrix of scores. A causal mask then divides a block
+The ops decide at run time what the kernels cannot be asked while tracing: whether a shard is empty, which kernels
+refuse or crash on, and where its rows and columns lie in the whole matrix of scores. A causal mask then divides a shard
 of scores into a rectangle in which all counts and a square that is causal by itself; their results are merged by their
-denominators (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). So no block of scores is
+denominators (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). So no shard of scores is
 ever held, nor a mask of its size.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from shardcompile.layout import IntLike
 from shardcompile.ops.support.precision import HALVES, wide_dtype
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
@@ -46,7 +46,7 @@ _ALIGNED_SCORES = 16
 
 
 class Piece(NamedTuple):
-    """Rows and columns of a block of scores that a kernel computes at once.
+    """Rows and columns of a shard of scores that a kernel computes at once.
 
     Attributes:
         rows: of the query.
@@ -60,13 +60,13 @@ class Piece(NamedTuple):
 
 
 def pieces_of(rows: int, columns: int, causal: bool, shift: int) -> list[Piece]:
-    """How a block of scores is computed.
+    """How a shard of scores is computed.
 
     Args:
-        rows: of the query's block.
-        columns: of the key's block.
+        rows: of the query's shard.
+        columns: of the key's shard.
         causal: whether row i sees the columns up to ``i + shift`` only.
-        shift: where the block lies: its first row's number less its first column's.
+        shift: where the shard lies: its first row's number less its first column's.
 
     Returns:
         Pieces that are not empty, at most two for any row.
@@ -331,7 +331,7 @@ and `causal` exclude each other.
 
 attend_backward = torch.ops.shardcompile.attend_backward.default
 """Takes the result's gradient, and the arguments and results of `attend`. Gives the gradients of query, key and
-value. The result and the logarithm may be those of more keys than these: gradients of blocks of keys add up.
+value. The result and the logarithm may be those of more keys than these: gradients of shards of keys add up.
 """
 
 attend_more = torch.ops.shardcompile.attend_more.default

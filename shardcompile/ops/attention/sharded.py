@@ -1,9 +1,9 @@
 """Torch's fused attention ops on sharded tensors.
 
-Where nothing is cut the fused kernel itself runs. Otherwise it runs on blocks: a rank attends from its own part of the
-batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values. Where the
-query is whole, a rank attends over its own part of the keys, and the results are merged. Scores are never held, except
-for the gradient of a mask.
+Where nothing is sharded the fused kernel itself runs. Otherwise it runs on local shards: a rank attends from its own
+part of the batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values.
+Where the query is whole, a rank attends over its own part of the keys, and the results are merged. Scores are never
+held, except for the gradient of a mask.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shardcompile import compat
 from shardcompile.collectives import Ring
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import always, state
 from shardcompile.ops.attention.kernels import attend, attend_backward, repeated_heads, summed_heads
 from shardcompile.ops.attention.ring import RingAttention
-from shardcompile.ops.attention.ways import HEADS, ROWS, Question, Way, find_way, in_blocks
+from shardcompile.ops.attention.strategies import HEADS, ROWS, Question, Way, find_way, sharded_in_rows
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.precision import widened
 from shardcompile.ops.view.rows import first_row, layout_of, wrap
-from shardcompile.plan import find_plan
+from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.sharding import IntLike, Layout, Partition, Spec, contiguous_stride
 
 aten = torch.ops.aten
 
@@ -63,16 +63,18 @@ class _Attention:
         return [x for x in (self.query, self.key, self.value, self.mask) if x is not None]
 
     def with_equal_heads(self) -> _Attention:
-        """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
-        cut = any(x._spec.layout.cuts[HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded))
+        """Where heads are sharded, those of keys and values repeated: theirs are then sharded as the query's are."""
+        partition = any(
+            x._spec.layout.partitions[HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded)
+        )
         heads = self.query.shape[HEADS]
-        if not cut:
+        if not partition:
             return self
         key, value = repeated_heads(self.key, heads), repeated_heads(self.value, heads)
         return _Attention(self.query, key, value, self.mask, self.causal, self.scale)
 
     def gradient_of_mask(self, grad: Tensor, out: Tensor, denominator: Tensor) -> Tensor:
-        """The gradient of what is added to the scores, from products: no fused kernel gives it for a block."""
+        """The gradient of what is added to the scores, from products: no fused kernel gives it for a shard."""
         grad = widened(grad)
         heads = self.query.shape[HEADS]
         key, value = repeated_heads(widened(self.key), heads), repeated_heads(widened(self.value), heads)
@@ -85,20 +87,22 @@ class _Attention:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product with all dims of the batch kept apart, so that any of them may be cut."""
+    """Batched product with all dims of the batch kept apart, so that any of them may be sharded."""
     cls = type(a if isinstance(a, Sharded) else b)
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-# On blocks
+# On shards
 
 
 def _layout_of_result(layout: Layout, like: Layout) -> Layout:
-    """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
+    """Where a result is left: sharded as the input that it has the shape of, if a way was chosen that partitions
+    other dims.
+    """
     pairs = list(zip(layout.placements, like.placements, strict=True))
     same_shape = all(a is b or a == b for a, b in zip(layout.shape, like.shape, strict=True))
     if same_shape and all(isinstance(a, Shard) and isinstance(b, Shard) for a, b in pairs if a != b):
-        return Layout.of(layout.mesh, like.placements, layout.shape, layout.dtype, like.cuts)
+        return Layout.of(layout.mesh, like.placements, layout.shape, layout.dtype, like.partitions)
     return layout
 
 
@@ -113,11 +117,11 @@ def _kernel(way: Way, query: Layout, key: Layout, a: _Attention) -> RingAttentio
     """The steps of a ring, if there is one."""
     if way.ring is None:
         return None
-    cut = key.cut_of(ROWS)
-    around = not (a.causal and cut.same_blocks(query.cuts[ROWS]))
-    first = first_row(query.cut_of(ROWS), query)
+    partition = key.partition_of(ROWS)
+    around = not (a.causal and partition.same_shards(query.partitions[ROWS]))
+    first = first_row(query.partition_of(ROWS), query)
     by_rows = (_is_by_rows(a.key), _is_by_rows(a.value))
-    return RingAttention(Ring(cut, key.mesh, around=around), first, a.causal, a.scale, by_rows)
+    return RingAttention(Ring(partition, key.mesh, around=around), first, a.causal, a.scale, by_rows)
 
 
 def _is_by_rows(x: Sharded) -> bool:
@@ -127,8 +131,8 @@ def _is_by_rows(x: Sharded) -> bool:
 
 
 @contextlib.contextmanager
-def _on_blocks(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iterator[tuple[Way, list[Tensor]]]:
-    """How a rank attends, and the blocks that it needs for it. What is traced inside says why it goes this way."""
+def _on_shards(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iterator[tuple[Way, list[Tensor]]]:
+    """How a rank attends, and the shards that it needs for it. What is traced inside says why it goes this way."""
     mesh = first_sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
     way = find_way(Question(layouts, a.mask is not None, a.causal, backward))
@@ -138,8 +142,8 @@ def _on_blocks(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iter
 
 
 def _shift(query: Layout, key: Layout) -> IntLike:
-    """Number of the first row of a block of queries, less that of the block of keys."""
-    first, other = (0 if x.cuts[ROWS] is None else first_row(x.cut_of(ROWS), x) for x in (query, key))
+    """Number of the first row of a shard of queries, less that of the shard of keys."""
+    first, other = (0 if x.partitions[ROWS] is None else first_row(x.partition_of(ROWS), x) for x in (query, key))
     return first - other
 
 
@@ -149,9 +153,9 @@ def _stride_by_rows(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
     return (rows * heads * features, features, heads * features, 1)
 
 
-def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
+def _forward_on_shards(a: _Attention) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of the softmax's denominator."""
-    with _on_blocks(a.tensors, a, backward=False) as (way, (q, k, v, *masks)):
+    with _on_shards(a.tensors, a, backward=False) as (way, (q, k, v, *masks)):
         (query, key), choice = way.layouts[:2], way.choice
         mask, ring = masks[0] if masks else None, _kernel(way, query, key, a)
         if ring is not None:
@@ -174,13 +178,13 @@ def _merge(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Lay
     """Merge what ranks found for their own keys: a mean weighted by the softmax's denominators."""
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
     parts = [layout.mesh.shape[m] for m in over]
-    one_each = Cut.of_sizes(over, parts, [1] * math.prod(parts), "fixed")
+    one_each = Partition.of_sizes(over, parts, [1] * math.prod(parts), "fixed")
     placements = [
         Shard(0) if isinstance(p, Partial) else Shard(p.dim + 1) if isinstance(p, Shard) else p
         for p in of_denominator.placements
     ]
-    shape, cuts = (math.prod(parts), *of_denominator.shape), (one_each, *of_denominator.cuts)
-    stacked = Layout.of(layout.mesh, placements, shape, denominator.dtype, cuts)
+    shape, partitions = (math.prod(parts), *of_denominator.shape), (one_each, *of_denominator.partitions)
+    stacked = Layout.of(layout.mesh, placements, shape, denominator.dtype, partitions)
     every = run_plan(find_plan(stacked, stacked.gathered(0)), denominator.unsqueeze(0))
     total = aten.logsumexp.default(every, [0])
     weight = torch.where(total == -float("inf"), 0.0, (denominator - total).exp())
@@ -189,23 +193,23 @@ def _merge(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Lay
     return summed.to(out.dtype), total
 
 
-def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: Tensor) -> Sequence[Tensor]:
+def _backward_on_shards(a: _Attention, grad: Tensor, out: Tensor, denominator: Tensor) -> Sequence[Tensor]:
     """The gradients of query, key and value."""
     tensors = [grad, *a.tensors[:3], out, denominator, *a.tensors[3:]]
     wrapped = []
-    with _on_blocks(tensors, a, backward=True) as (way, blocks):
+    with _on_shards(tensors, a, backward=True) as (way, shards):
         query, key = way.layouts[1:3]
-        mask, ring = blocks[6] if a.mask is not None else None, _kernel(way, query, key, a)
+        mask, ring = shards[6] if a.mask is not None else None, _kernel(way, query, key, a)
         if ring is not None:
-            block, q, k, v, of_result, of_denominator = blocks[:6]
-            grads = ring.backward(block, q, k, v, of_result, of_denominator, mask)
+            shard, q, k, v, of_result, of_denominator = shards[:6]
+            grads = ring.backward(shard, q, k, v, of_result, of_denominator, mask)
         else:
             shift = _shift(query, key) if a.causal else 0
-            grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
+            grads = attend_backward(*shards[:6], mask, a.causal, shift, a.scale)
         for i, (local, plan, x) in enumerate(zip(grads, way.choice.outputs, a.tensors, strict=False)):
             layout = plan.layout(query, tuple(x.shape), local.dtype)
             if way.ring is not None and i > 0:
-                layout = in_blocks(layout, way.ring, key.cut_of(ROWS))
+                layout = sharded_in_rows(layout, way.ring, key.partition_of(ROWS))
             returned, layout = _return(local, layout, x)
             wrapped.append(wrap(first_sharded(tensors), returned, layout, _stride_by_rows(x.shape)))
     return wrapped
@@ -280,7 +284,7 @@ def _forward(op: OpOverload) -> Run:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)
-        out, denominator = _forward_on_blocks(attention.with_equal_heads())
+        out, denominator = _forward_on_shards(attention.with_equal_heads())
         others = [
             attention.key.shape[2] if "max" in r.name else denominator.new_zeros(()) for r in op._schema.returns[2:]
         ]
@@ -296,7 +300,7 @@ def _backward(op: OpOverload) -> Run:
             return _on_whole_values(op, args, kwargs)
         grad = next(a for a in args if isinstance(a, Tensor))
         out, denominator = (_argument(op, args, kwargs, n) for n in ("out", "logsumexp"))
-        grad_query, *others = _backward_on_blocks(attention.with_equal_heads(), grad, out, denominator)
+        grad_query, *others = _backward_on_shards(attention.with_equal_heads(), grad, out, denominator)
         grads = (
             grad_query,
             *(summed_heads(g, x.shape[HEADS]) for g, x in zip(others, (attention.key, attention.value), strict=True)),

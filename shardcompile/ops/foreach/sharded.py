@@ -1,6 +1,6 @@
 """Ops on lists of tensors, one call for many: ``_foreach_*``, the fused optimizers, and what `GradScaler` calls.
 
-Where the tensors of one position have one layout, the op runs on the lists of blocks. So it is for a parameter, its
+Where the tensors of one position have one layout, the op runs on the lists of shards. So it is for a parameter, its
 gradient and an optimizer's state. A foreach op runs on each position on its own otherwise.
 """
 
@@ -16,12 +16,12 @@ from shardcompile import compat
 from shardcompile.collectives import reductions as collective_ops
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout, Spec
 from shardcompile.ops import always, family, state
 from shardcompile.ops.record import Facts
 from shardcompile.ops.support.copied_views import note_write
 from shardcompile.ops.view.rows import moved
-from shardcompile.sharded import Sharded, block_of, layout_if_sharded
+from shardcompile.sharded import Sharded, layout_if_sharded, shard_of
+from shardcompile.sharding import Layout, Spec
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -39,19 +39,19 @@ def facts_of_list_ops(op: OpOverload) -> Facts | None:
 
 
 def _have_one_layout(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors of one position can be worked on block by block."""
+    """Whether the tensors of one position can be worked on shard by shard."""
     layouts = [layout_if_sharded(t) for t in tensors]
     first = layouts[0]
     if first is None:
         return all(x is None for x in layouts)
-    return not first.is_partial and all(x is not None and _same_blocks(first, x) for x in layouts)
+    return not first.is_partial and all(x is not None and _same_shards(first, x) for x in layouts)
 
 
-def _same_blocks(a: Layout, b: Layout) -> bool:
+def _same_shards(a: Layout, b: Layout) -> bool:
     if a.mesh != b.mesh or a.placements != b.placements or len(a.shape) != len(b.shape):
         return False
-    cuts, here = zip(a.cuts, b.cuts, strict=True), compat.coordinate(a.mesh)
-    return all(c is d or (c is not None and d is not None and c.same_blocks(d, here)) for c, d in cuts)
+    partitions, here = zip(a.partitions, b.partitions, strict=True), compat.coordinate(a.mesh)
+    return all(c is d or (c is not None and d is not None and c.same_shards(d, here)) for c, d in partitions)
 
 
 def _lists(args: Sequence[object]) -> list[Sequence[Tensor]]:
@@ -63,7 +63,7 @@ def _foreach(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
     name = op._schema.name.removeprefix("aten::_foreach_")
     whole = not any(layout_if_sharded(a) is not None for a in (*args, *kwargs.values()))
     if whole and _is_elementwise(name.removesuffix("_")) and all(map(_have_one_layout, zip(*lists, strict=True))):
-        return _on_blocks(op, args, kwargs)
+        return _on_shards(op, args, kwargs)
     results = [_one(op, name, _at(op, args, i), kwargs) for i in range(len(lists[0]))]
     return None if op._schema.is_mutable else results
 
@@ -76,8 +76,8 @@ def _is_elementwise(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in overloads)
 
 
-def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
-    out = op(*map(_blocks, args), **kwargs)
+def _on_shards(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
+    out = op(*map(_shards, args), **kwargs)
     if op._schema.is_mutable:
         for target in args[0]:
             _write(op, target)
@@ -86,15 +86,15 @@ def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object])
     return [_wrap_like(x, o) for x, o in zip(like, out, strict=True)]
 
 
-def _wrap_like(like: Tensor, block: Tensor) -> Tensor:
+def _wrap_like(like: Tensor, shard: Tensor) -> Tensor:
     if not isinstance(like, Sharded):
-        return block
-    return type(like)._wrap(block, Spec.of(like._spec.layout.with_dtype(block.dtype), like.stride()))
+        return shard
+    return type(like)._wrap(shard, Spec.of(like._spec.layout.with_dtype(shard.dtype), like.stride()))
 
 
-def _blocks(a: object) -> object:
+def _shards(a: object) -> object:
     if isinstance(a, (list, tuple)):
-        return [block_of(x) for x in a]
+        return [shard_of(x) for x in a]
     return a
 
 
@@ -162,7 +162,7 @@ def _like_parameter(op: OpOverload, parameter: Tensor, x: Tensor, writes: bool) 
         return x
     if layout is not None and now is None and x.ndim == 0:
         return x  # a step count
-    if layout is None or (writes and (now is None or layout.is_partial or not _same_blocks(layout, now))):
+    if layout is None or (writes and (now is None or layout.is_partial or not _same_shards(layout, now))):
         raise UnsupportedOpError(
             f"{op} needs state that is laid out like its parameter ({_text(parameter)}), got {_text(x)}; make the "
             "optimizer after the parameters are sharded, or use it with fused=False"
@@ -180,7 +180,7 @@ def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) ->
     found = torch.zeros_like(found_inf)
     if any(layout.is_partial for layout in map(layout_if_sharded, tensors) if layout is not None):
         raise UnsupportedOpError(f"{_UNSCALE} on a gradient with a pending reduction; redistribute it first")
-    _UNSCALE(_blocks(tensors), found, inv_scale)
+    _UNSCALE(_shards(tensors), found, inv_scale)
     for mesh in {layout.mesh for layout in map(layout_if_sharded, tensors) if layout is not None}:
         for mesh_dim in range(mesh.ndim):
             found = collective_ops.all_reduce(found, "max", compat.group_name_of(mesh, mesh_dim)).wait()

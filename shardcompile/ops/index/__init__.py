@@ -1,1 +1,1 @@
-"""Rows by number: looked up, written, added, counted."""
+"""Rows by index: looked up, written, added, counted."""

@@ -9,20 +9,20 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
-from shardcompile.layout import Layout
 from shardcompile.ops import state
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import Layout
 
 aten = torch.ops.aten
 
 
 def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """``aten.bincount`` of numbers that are cut; in a trace, where none is known, it is left to the rules."""
+    """``aten.bincount`` of numbers that are sharded; in a trace, where none is known, it is left to the rules."""
     if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_floating_point or compat.is_fake(x._local_tensor):
         return NotImplemented
     x = reduced(x)
-    if x._spec.layout.cuts[0] is None or x.shape[0] == 0 or (weights is not None and weights.shape != x.shape):
+    if x._spec.layout.partitions[0] is None or x.shape[0] == 0 or (weights is not None and weights.shape != x.shape):
         return NotImplemented
     lowest, highest = (int(e.item()) for e in (aten.min.default(x), aten.max.default(x)))
     if lowest < 0:
@@ -36,11 +36,11 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
 
 
 def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """``aten.histc`` of numbers that are cut; in a trace only between limits that are given."""
+    """``aten.histc`` of numbers that are sharded; in a trace only between limits that are given."""
     if not isinstance(x, Sharded) or not (min < max or min == max == 0):
         return NotImplemented
     x = reduced(x)
-    if not any(c is not None for c in x._spec.layout.cuts) or 0 in x.shape:
+    if not any(c is not None for c in x._spec.layout.partitions) or 0 in x.shape:
         return NotImplemented
     if min == max:
         if compat.is_fake(x._local_tensor):
@@ -54,9 +54,9 @@ def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
 
 
 def _add_up(x: Sharded, counts: torch.Tensor) -> Tensor:
-    """The counts of all blocks as a pending sum."""
+    """The counts of all shards as a pending sum."""
     layout = x._spec.layout
-    over = {m for c in layout.cuts if c is not None for m in c.mesh_dims}
+    over = {m for c in layout.partitions if c is not None for m in c.mesh_dims}
     placements = [Partial("sum") if m in over else p for m, p in enumerate(layout.placements)]
     shape = tuple(counts.shape)
     return wrap(x, counts, Layout.of(layout.mesh, placements, shape, counts.dtype, [None]), counts.stride())

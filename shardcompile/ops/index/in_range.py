@@ -1,9 +1,9 @@
 """Indices that are out of range: an error before anything is sent.
 
-A kernel raises on the rank whose block of rows the index would be in, and the others would wait for it. In eager mode
-on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of a cut index each
-rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.watch` tells the others
-why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
+A kernel raises on the rank whose shard of rows the index would be in, and the others would wait for it. In eager mode
+on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of a partition index
+each rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.diagnosis` tells
+the others why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
 from shardcompile.ops import OpRecord, state
-from shardcompile.ops.index.linked import is_linked
+from shardcompile.ops.index.planned_gathers import is_linked
 from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ state(aten.nll_loss2d_forward.default, indices=_classes)
 
 
 def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    """Raise if an index of a call is out of range: on all ranks, or, where the index is cut, on those that hold it.
+    """Raise if an index of a call is out of range: on all ranks, or, where the index is sharded, on those that hold it.
 
     Those of a backward pass have been looked at in the forward pass.
 
@@ -98,11 +98,11 @@ def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], 
         return
     for found in record.indices(*args, **kwargs):
         least, most = _bounds(cls, found)
-        extent = found.x.shape[found.dim]
-        if most >= extent or least < (-extent if found.wraps else 0):
-            number = most if most >= extent else least
+        size = found.x.shape[found.dim]
+        if most >= size or least < (-size if found.wraps else 0):
+            number = most if most >= size else least
             raise IndexRangeError(
-                f"{record.op}: index {number} is out of range for dim {found.dim} of extent {extent}"
+                f"{record.op}: index {number} is out of range for dim {found.dim} of size {size}"
                 + (f" ({found.x._spec.layout.describe()})" if type(found.x) is cls else "")
             )
 
@@ -111,14 +111,14 @@ def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
     """The smallest and the largest number that this rank has. 0 and -1 if it has none, or if kernels check them."""
     index = found.index
     layout = index._spec.layout if type(index) is cls else None
-    block = index if layout is None else index._local_tensor
-    if type(block) not in (Tensor, torch.nn.Parameter) or block.device.type != "cpu":
+    shard = index if layout is None else index._local_tensor
+    if type(shard) not in (Tensor, torch.nn.Parameter) or shard.device.type != "cpu":
         return 0, -1
     if layout is not None and layout.is_partial:
         return 0, -1
-    if type(found.x) is cls and is_linked(index, found.x._spec.layout.cuts[found.dim]):
+    if type(found.x) is cls and is_linked(index, found.x._spec.layout.partitions[found.dim]):
         return 0, -1  # looked at where ranks tell one another which rows they name: then it is an error on all of them
     if found.ignored is not None:
-        block = block[block != found.ignored]
-    least, most = (int(n) for n in torch.aminmax(block)) if block.numel() else (0, -1)
+        shard = shard[shard != found.ignored]
+    least, most = (int(n) for n in torch.aminmax(shard)) if shard.numel() else (0, -1)
     return least, most

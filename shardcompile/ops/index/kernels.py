@@ -1,4 +1,4 @@
-"""Writes into blocks that do not ask for the size of a block."""
+"""Writes into shards that do not ask for the size of a shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.ops import record_of, state
-from shardcompile.ops.support.blocks import copy_block, index_copy
+from shardcompile.ops.support.local_shards import copy_shard, index_copy
 from shardcompile.ops.support.strides import in_one_order
 
 aten = torch.ops.aten
@@ -21,16 +21,16 @@ def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
     functional: Any = compat.functional_variant(op)
 
     def local(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
+        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a shard that is not."""
         if type(x) is Tensor or x.ndim < 2:
             return op(x, mask, value)
-        return copy_block(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
+        return copy_shard(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
 
     return local
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
-    """`index_fill`. In a trace torch's own compares strides, which it cannot where a run gives the size of a block."""
+    """`index_fill`. In a trace torch's own compares strides, which it cannot where a run gives the size of a shard."""
     if type(x) is Tensor or x.ndim == 0:
         return aten.index_fill.int_Scalar(x, dim, index, value)
     shape = list(x.shape)
@@ -38,7 +38,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
     return index_copy(x, dim, index, x.new_full(shape, value))
 
 
-state(aten.copy_.default, kernel=copy_block)
+state(aten.copy_.default, kernel=copy_shard)
 state(aten.index_copy.default, kernel=index_copy)
 # torch's fake kernel (2.11 - 2.15) forgets the order of dims of an expanded tensor.
 state(aten.index_fill.int_Scalar, kernel=_index_fill, shape_kernel=lambda x, *_: x.clone())

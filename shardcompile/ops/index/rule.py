@@ -9,19 +9,19 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile.compat import is_one
-from shardcompile.layout import IntLike
 from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
 
 def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
-    """Whether to offer that a dim which is not indexed is cut.
+    """Whether to offer that a dim which is not indexed is sharded.
 
-    Not where that would take the indices away from their cut. A result with many features for each index would go with
-    them, and the next op mostly wants it back.
+    Not where that would take the indices away from their partition. A result with many features for each index would
+    go with them, and the next op mostly wants it back.
     """
     if any(isinstance(p, Shard) and p.dim == dim for p in source.layout.placements):
         return True
@@ -37,7 +37,7 @@ def _embedding(call: OpCall) -> Iterable[Strategy]:
 
 def _embedding_backward(call: OpCall) -> Iterable[Strategy]:
     grad, indices = call.tensors
-    if not call.arg(4, "scale_grad_by_freq", False):  # a block does not know how often an index occurs in all
+    if not call.arg(4, "scale_grad_by_freq", False):  # a shard does not know how often an index occurs in all
         yield from (along([d, d], ["sum"]) for d in range(indices.ndim))
     yield along([grad.ndim - 1, None], [1])
 
@@ -119,14 +119,14 @@ def _same(a: IntLike, b: IntLike) -> bool:
 
 
 def _along_other_dims(call: OpCall) -> Iterable[Strategy]:
-    """Ops that index along ``dim`` with tensors of full rank: a dim of the same extent in all of them may be cut."""
+    """Ops that index along ``dim`` with tensors of full rank: a dim of the same size in all of them may be sharded."""
     ndim = call.tensors[0].ndim
     dim = call.args[1] % max(ndim, 1)
     if any(t.ndim != ndim for t in call.tensors):
         return
     for other in range(ndim):
-        extent = call.tensors[0].shape[other]
-        if other != dim and all(_same(t.shape[other], extent) for t in call.tensors):
+        size = call.tensors[0].shape[other]
+        if other != dim and all(_same(t.shape[other], size) for t in call.tensors):
             yield along([other] * len(call.tensors), [other])
 
 
@@ -175,7 +175,7 @@ register([aten.index_put.default, aten._unsafe_index_put.default], _index_put)
 
 
 def _gather(call: OpCall) -> Iterable[Strategy]:
-    """What is looked up may be cut along the indexed dim, too: each number is then looked up in the whole of it."""
+    """What is looked up may be sharded along the indexed dim, too: each number is then looked up in the whole of it."""
     yield from _along_other_dims(call)
     source, index = call.tensors
     dim = call.args[1] % max(source.ndim, 1)

@@ -1,4 +1,4 @@
-"""Batches of matrices that are factored, inverted or solved with: the batch may be cut, a matrix may not.
+"""Batches of matrices that are factored, inverted or solved with: the batch may be sharded, a matrix may not.
 
 `_linalg_det`, `_linalg_slogdet` and `_linalg_solve_ex` are in `sharded`.
 """

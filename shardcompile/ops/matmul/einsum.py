@@ -1,6 +1,6 @@
-"""Sums of products of two tensors that name their dims: whichever of them is cut, it stays where it is.
+"""Sums of products of two tensors that name their dims: whichever of them is sharded, it stays where it is.
 
-Torch's own flattens dims of a kind into one, of which only the first could be cut.
+Torch's own flattens dims of a kind into one, of which only the first could be sharded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import Layout
 from shardcompile.ops.choice import choose
 from shardcompile.ops.strategy import Strategy, along, partial
 from shardcompile.ops.support.gather_log import log_replicated
@@ -20,6 +19,7 @@ from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, wrap
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.sharding import Layout
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def contract(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Sharded:
     like = first_sharded([x, y])
     equation = f"{a},{b}->{out}"
     meta = global_meta(aten.einsum.default, (equation, [x, y]), {})
-    shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
+    shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
     layouts = [layout_of(t, like._spec.layout.mesh) for t in (x, y)]
 
     def produced() -> list[int]:
@@ -56,16 +56,16 @@ def contract(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Sharded:
     assert choice is not None, "replicating everything is always possible"
     log_replicated(aten.einsum.default, choice.plans)
     # Below `__torch_dispatch__` nothing heeds that a plain tensor is conjugated, or negated, lazily.
-    blocks = [t._local_tensor if isinstance(t, Sharded) else t.resolve_conj().resolve_neg() for t in (x, y)]
-    blocks = [run_plan(plan, block) for plan, block in zip(choice.plans, blocks, strict=True)]
+    shards = [t._local_tensor if isinstance(t, Sharded) else t.resolve_conj().resolve_neg() for t in (x, y)]
+    shards = [run_plan(plan, shard) for plan, shard in zip(choice.plans, shards, strict=True)]
     layout: Layout = choice.outputs[0].layout(layouts[0], shape, meta.dtype)
-    return wrap(like, _of_blocks(a, b, out, *blocks), layout, stride)
+    return wrap(like, _of_shards(a, b, out, *shards), layout, stride)
 
 
-def _of_blocks(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Tensor:
+def _of_shards(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Tensor:
     if type(x) is Tensor and type(y) is Tensor:
         return aten.einsum.default(f"{a},{b}->{out}", [x, y])
-    # In a trace torch asks whether extents of blocks are 0 or 1: here one product of matrices, whatever they are.
+    # In a trace torch asks whether sizes of shards are 0 or 1: here one product of matrices, whatever they are.
     batch = [c for c in a if c in b and c in out]
     total = [c for c in a if c in b and c not in out]
     left, right = [c for c in a if c not in b], [c for c in b if c not in a]

@@ -1,8 +1,8 @@
 """Products of groups of rows with a matrix for each group, as experts are: ``aten._grouped_mm``, and the op that
 `transformers` calls in its place in compiled functions, for all dtypes but bfloat16.
 
-Rows that are cut are multiplied where they lie: of every group a rank has the rows that its block and the group share.
-Where the matrices are cut, `shardcompile.tensor.grouped` moves the rows, above autograd.
+Rows that are sharded are multiplied where they lie: of every group a rank has the rows that its shard and the group
+share. Where the matrices are sharded, `shardcompile.tensor.grouped` moves the rows, above autograd.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
-from shardcompile.collectives import block_size
+from shardcompile.collectives import shard_size
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, is_cut_once
 from shardcompile.ops import Form, family, state
 from shardcompile.ops.record import Facts
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, layout_of, moved, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, is_sharded_once
 
 aten = torch.ops.aten
 
@@ -32,17 +32,17 @@ class _Products:
 
     Attributes:
         like: one of the arguments.
-        of_x: the layout of the rows, with the cut by which they are multiplied.
+        of_x: the layout of the rows, with the sharded over which they are multiplied.
         of_mats: the layout of the matrices, which are whole.
-        block: this rank's rows.
+        shard: this rank's rows.
         mats: the matrices.
-        ends: where the groups end in the block: [e].
+        ends: where the groups end in the shard: [e].
     """
 
     like: Sharded
     of_x: Layout
     of_mats: Layout
-    block: Tensor
+    shard: Tensor
     mats: Tensor
     ends: Tensor
 
@@ -54,18 +54,18 @@ class _Products:
         ends = moved(offs, Layout.whole(mesh, offs.shape, offs.dtype))
         x, mats = reduced(x), reduced(mats)
         of_x, of_mats = layout_of(x, mesh), layout_of(mats, mesh)
-        rows = of_x.cuts[0]
-        if of_mats.cuts[0] is not None or not is_cut_once(rows):
+        rows = of_x.partitions[0]
+        if of_mats.partitions[0] is not None or not is_sharded_once(rows):
             return None
-        of_x = Layout.of_cuts(mesh, of_x.shape, of_x.dtype, [rows, None])
+        of_x = Layout.of_partitions(mesh, of_x.shape, of_x.dtype, [rows, None])
         of_mats = Layout.whole(mesh, of_mats.shape, of_mats.dtype)
-        return cls(like, of_x, of_mats, moved(x, of_x), moved(mats, of_mats), ends_in_block(ends, rows, of_x))
+        return cls(like, of_x, of_mats, moved(x, of_x), moved(mats, of_mats), ends_in_shard(ends, rows, of_x))
 
-    def result(self, block: Tensor, columns: IntLike) -> Tensor:
-        """What a block of rows has become: [s, columns]."""
+    def result(self, shard: Tensor, columns: IntLike) -> Tensor:
+        """What a shard of rows has become: [s, columns]."""
         shape = (self.of_x.shape[0], columns)
-        layout = Layout.of_cuts(self.of_x.mesh, shape, block.dtype, [self.of_x.cuts[0], None])
-        return wrap(self.like, block, layout, contiguous_stride(shape))
+        layout = Layout.of_partitions(self.of_x.mesh, shape, shard.dtype, [self.of_x.partitions[0], None])
+        return wrap(self.like, shard, layout, contiguous_stride(shape))
 
 
 def grouped_mm(
@@ -84,7 +84,7 @@ def grouped_mm(
     found = _Products.of(x, mats, offs)
     if found is None:
         return NotImplemented
-    out = aten._grouped_mm.default(in_rows(found.block), found.mats, found.ends, None, dtype)
+    out = aten._grouped_mm.default(in_rows(found.shard), found.mats, found.ends, None, dtype)
     return found.result(out, found.of_mats.shape[2])
 
 
@@ -94,7 +94,7 @@ def grouped_mm_fallback(x: Tensor, mats: Tensor, offs: Tensor) -> Tensor:
     if found is None:
         return NotImplemented
     op: Any = torch.ops.transformers.grouped_mm_fallback.default
-    return found.result(op(found.block, found.mats, found.ends), found.of_mats.shape[2])
+    return found.result(op(found.shard, found.mats, found.ends), found.of_mats.shape[2])
 
 
 def grouped_mm_fallback_backward(x: Tensor, mats: Tensor, offs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,9 +103,11 @@ def grouped_mm_fallback_backward(x: Tensor, mats: Tensor, offs: Tensor, grad: Te
     if found is None:
         return NotImplemented
     op: Any = torch.ops.transformers.grouped_mm_fallback_backward.default
-    beside = moved(reduced(grad), Layout.of_cuts(found.of_x.mesh, grad.shape, grad.dtype, [found.of_x.cuts[0], None]))
-    of_rows, sums = op(found.block, found.mats, found.ends, beside)
-    layout = _of_sums_of(found.of_x.cut_of(0), found.of_mats)
+    beside = moved(
+        reduced(grad), Layout.of_partitions(found.of_x.mesh, grad.shape, grad.dtype, [found.of_x.partitions[0], None])
+    )
+    of_rows, sums = op(found.shard, found.mats, found.ends, beside)
+    layout = _of_sums_of(found.of_x.partition_of(0), found.of_mats)
     return found.result(of_rows, found.of_x.shape[1]), wrap(found.like, sums, layout, contiguous_stride(layout.shape))
 
 
@@ -116,46 +118,46 @@ def _of_sums(x: Tensor, mats: Tensor, offs: Tensor, dtype: torch.dtype) -> Tenso
     ends = moved(offs, Layout.whole(mesh, offs.shape, offs.dtype))
     x, mats = reduced(x), reduced(mats)
     of_x, of_mats = layout_of(x, mesh), layout_of(mats, mesh)
-    rows = of_x.cuts[1] or of_mats.cuts[0]
-    if not is_cut_once(rows):
+    rows = of_x.partitions[1] or of_mats.partitions[0]
+    if not is_sharded_once(rows):
         return NotImplemented
-    left = moved(x, Layout.of_cuts(mesh, of_x.shape, of_x.dtype, [None, rows]))
-    right = moved(mats, Layout.of_cuts(mesh, of_mats.shape, of_mats.dtype, [rows, None]))
-    out = aten._grouped_mm.default(in_rows(left, 1), in_rows(right), ends_in_block(ends, rows, of_x), None, dtype)
+    left = moved(x, Layout.of_partitions(mesh, of_x.shape, of_x.dtype, [None, rows]))
+    right = moved(mats, Layout.of_partitions(mesh, of_mats.shape, of_mats.dtype, [rows, None]))
+    out = aten._grouped_mm.default(in_rows(left, 1), in_rows(right), ends_in_shard(ends, rows, of_x), None, dtype)
     shape = (ends.shape[0], of_x.shape[0], of_mats.shape[1])
     layout = _of_sums_of(rows, Layout.whole(mesh, shape, dtype))
     return wrap(like, out, layout, contiguous_stride(shape))
 
 
-def _of_sums_of(rows: Cut, like: Layout) -> Layout:
+def _of_sums_of(rows: Partition, like: Layout) -> Layout:
     """The layout of matrices that are sums over the rows of their groups."""
     terms = [Partial("sum") if m in rows.mesh_dims else Replicate() for m in range(like.mesh.ndim)]
     return Layout.of(like.mesh, terms, like.shape, like.dtype, [None, None, None])
 
 
-def in_rows(block: Tensor, dim: int = 0) -> Tensor:
-    """A block of two dims with strides that kernels take: each row in one piece, also a single one.
+def in_rows(shard: Tensor, dim: int = 0) -> Tensor:
+    """A shard of two dims with strides that kernels take: each row in one piece, also a single one.
 
     Args:
-        block: the block.
+        shard: the shard.
         dim: of the rows.
     """
-    step, rows = block.stride(1 - dim), block.shape[dim]
+    step, rows = shard.stride(1 - dim), shard.shape[dim]
     if isinstance(step, int) and step == 1 and (not isinstance(rows, int) or rows > 1):
-        return block
-    return block.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
+        return shard
+    return shard.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
 
 
-def ends_in_block(ends: Tensor, rows: Cut, layout: Layout) -> Tensor:
-    """Where groups end in this rank's block of the rows.
+def ends_in_shard(ends: Tensor, rows: Partition, layout: Layout) -> Tensor:
+    """Where groups end in this rank's local shard of the rows.
 
     Args:
         ends: where they end in all rows.
-        rows: how these are cut.
+        rows: how these are sharded.
         layout: of the rows, or any other on their mesh.
     """
     first: Any = first_row(rows, layout)
-    size: Any = block_size(rows, layout.mesh)
+    size: Any = shard_size(rows, layout.mesh)
     return (ends - first).clamp(0, size).to(ends.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Products of blocks, without reshapes that would ask for the size of a block."""
+"""Products of shards, without reshapes that would ask for the size of a shard."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.layout import IntLike
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import view_block
+from shardcompile.ops.support.local_shards import view_shard
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`matmul`; torch's own reshapes the batch, and inside a trace specialises on the size of this rank's block."""
+    """`matmul`; torch's own reshapes the batch, and inside a trace specialises on the size of this rank's local
+    shard.
+    """
     if type(a) is Tensor or a.ndim < 3 or b.ndim < 3:
         return aten.matmul.default(a, b)
     ndim = max(a.ndim, b.ndim)
     a, b = (x[(None,) * (ndim - x.ndim)] for x in (a, b))
     batch = [n if isinstance(m, int) and m == 1 else m for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True)]
     out = aten.bmm.default(_flat_batch(a, batch), _flat_batch(b, batch))
-    return view_block(out, [*batch, *out.shape[1:]])
+    return view_shard(out, [*batch, *out.shape[1:]])
 
 
 def _flat_batch(x: Tensor, batch: Sequence[IntLike]) -> Tensor:
     """Broadcast to a batch, whose dims become one."""
     if any(isinstance(m, int) and m == 1 and n is not m for m, n in zip(x.shape, batch, strict=False)):
         x = x.expand([*batch, -1, -1])
-    return view_block(x, [math.prod(batch), *x.shape[-2:]])
+    return view_shard(x, [math.prod(batch), *x.shape[-2:]])
 
 
 def _trilinear(
     a: Tensor, b: Tensor, c: Tensor, expand_a: list[int], expand_b: list[int], expand_c: list[int], total: list[int]
 ) -> Tensor:
-    """`_trilinear`; inside a trace torch's own takes sizes for numbers, and specialises on that of a block."""
+    """`_trilinear`; inside a trace torch's own takes sizes for numbers, and specialises on that of a shard."""
     if type(a) is Tensor:
         return aten._trilinear.default(a, b, c, expand_a, expand_b, expand_c, total)
     out: Any = 1

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardcompile.layout import IntLike
 from shardcompile.ops.notation import multilinear
 from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
 
-def _broadcast_dim(bias: TensorArg, dim: int, extents: Sequence[IntLike]) -> int | None:
-    """The dim of a broadcast term that runs along output dim `dim` of the extents, if it has one."""
-    own = dim - (len(extents) - bias.ndim)
-    return None if own < 0 or is_stretched(bias.shape[own], extents[dim]) else own
+def _broadcast_dim(bias: TensorArg, dim: int, sizes: Sequence[IntLike]) -> int | None:
+    """The dim of a broadcast term that runs along output dim `dim` of the sizes, if it has one."""
+    own = dim - (len(sizes) - bias.ndim)
+    return None if own < 0 or is_stretched(bias.shape[own], sizes[dim]) else own
 
 
 def _addmm(call: OpCall) -> list[Strategy]:

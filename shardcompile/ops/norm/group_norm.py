@@ -1,6 +1,6 @@
-"""Group normalisation with any dim cut, the channels as well.
+"""Group normalisation with any dim sharded, the channels as well.
 
-Every rank adds up its own channels. Where channels are cut, a block may end in the middle of a group: its sums are
+Every rank adds up its own channels. Where channels are sharded, a shard may end in the middle of a group: its sums are
 added into those of all groups, of which every rank has a term.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import block_size
-from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.collectives import shard_size
 from shardcompile.ops import state
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import first_row, has_known_blocks, positions, reduced, wrap
+from shardcompile.ops.view.rows import first_row, has_static_sizes, positions, reduced, wrap
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, contiguous_stride
 
 aten = torch.ops.aten
 _PLAIN = compat.decomposition_by_torch(aten.native_group_norm.default)
@@ -35,15 +35,15 @@ def _channel_sums(x: Tensor) -> Tensor:
 def _group_sums(x: Tensor, groups: int) -> Tensor:
     """Sums of each group's channels: [samples, channels] to [samples, groups]."""
     samples, channels = x.shape
-    cut = x._spec.layout.cuts[1] if isinstance(x, Sharded) else None
-    if not isinstance(x, Sharded) or cut is None:
+    partition = x._spec.layout.partitions[1] if isinstance(x, Sharded) else None
+    if not isinstance(x, Sharded) or partition is None:
         return reduced(aten.sum.dim_IntList(x.reshape(samples, groups, channels // groups), [2]))
-    layout, block = x._spec.layout, x._local_tensor
-    own = positions(block, first_row(cut, layout), 1, block_size(cut, layout.mesh)) // (channels // groups)
-    sums = aten.index_add.default(block.new_zeros([block.shape[0], groups]), 1, own, block)
+    layout, shard = x._spec.layout, x._local_tensor
+    own = positions(shard, first_row(partition, layout), 1, shard_size(partition, layout.mesh)) // (channels // groups)
+    sums = aten.index_add.default(shard.new_zeros([shard.shape[0], groups]), 1, own, shard)
     placements = [Partial("sum") if p == Shard(1) else p for p in layout.placements]
     shape = [samples, groups]
-    summed = Layout.of(layout.mesh, placements, shape, layout.dtype, [layout.cuts[0], None])
+    summed = Layout.of(layout.mesh, placements, shape, layout.dtype, [layout.partitions[0], None])
     return reduced(wrap(x, sums, summed, contiguous_stride(shape)))
 
 
@@ -54,7 +54,7 @@ def _of_channels(x: Tensor, channels: Any, ndim: int) -> Tensor:
 
 
 def _spread(x: Tensor, ndim: int) -> Tensor:
-    """Add trailing dims of extent 1, so that it broadcasts over a sample."""
+    """Add trailing dims of size 1, so that it broadcasts over a sample."""
     for _ in range(ndim - 2):
         x = x.unsqueeze(-1)
     return x
@@ -88,7 +88,7 @@ def group_norm(
 
 def _is_usual(x: Tensor, samples: IntLike, channels: IntLike, inner: IntLike) -> bool:
     """Whether the sizes that the op is given are the sizes of its input, as they are when `group_norm` calls it."""
-    if x.ndim < 2 or has_known_blocks(x):
+    if x.ndim < 2 or has_static_sizes(x):
         return False
     given = zip(x.shape, (samples, channels), strict=False)
     return compat.statically_known_true(math.prod(x.shape[2:]) == inner) and all(

@@ -1,4 +1,4 @@
-"""The gradient of layer normalisation on one block."""
+"""The gradient of layer normalisation on one shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import unguarded
+from shardcompile.ops.support.local_shards import unguarded
 from shardcompile.ops.support.precision import widened
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def _layer_norm_backward(
     bias: Tensor | None,
     wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """`native_layer_norm_backward`; torch's asks whether a block has rows, which of some sizes only a run knows."""
+    """`native_layer_norm_backward`; torch's asks whether a shard has rows, which of some sizes only a run knows."""
     if not any(map(compat.is_unbacked, x.shape)):
         return _PLAIN(grad, x, shape, mean, scale, weight, bias, wanted)
     first = x.ndim - len(shape)

@@ -1,4 +1,4 @@
-"""Layer normalisation: the dims that are not normalised may be cut."""
+"""Layer normalisation: the dims that are not normalised may be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors filled like a block, without asking for its size."""
+"""Tensors filled like a shard, without asking for its size."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload
-from shardcompile.layout import order_of
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
-from shardcompile.ops.support.blocks import copy_block
+from shardcompile.ops.support.local_shards import copy_shard
+from shardcompile.sharding import order_of
 
 aten = torch.ops.aten
 
 
 def _fill_like(op: OpOverload, value: int) -> Run:
-    """`zeros_like` or `ones_like`. In a trace Inductor's own asks how a block is stored, and with it for its sizes."""
+    """`zeros_like` or `ones_like`. In a trace Inductor's own asks how a shard is stored, and with it for its sizes."""
 
     def local(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
         stored = options.get("memory_format")
@@ -35,7 +35,7 @@ _zeros_like = _fill_like(aten.zeros_like.default, 0)
 
 def _zero_(x: Tensor) -> Tensor:
     """`zero_`, which functionalization makes a `zeros_like` of."""
-    return aten.zero_.default(x) if type(x) is Tensor else copy_block(x, _zeros_like(x))  # type: ignore[arg-type]
+    return aten.zero_.default(x) if type(x) is Tensor else copy_shard(x, _zeros_like(x))  # type: ignore[arg-type]
 
 
 state(aten.zeros_like.default, kernel=_zeros_like)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shardcompile.compat import OpOverload, guard_or_false, is_one, size_hint
-from shardcompile.layout import IntLike
 from shardcompile.ops.record import Facts, Rule
 from shardcompile.ops.registry import family, register, state
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 _PROMOTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -21,15 +21,15 @@ _PROMOTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 _REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
 
-def is_stretched(extent: IntLike, to: IntLike) -> bool:
-    """Whether a dim of one row is broadcast to another extent.
+def is_stretched(size: IntLike, to: IntLike) -> bool:
+    """Whether a dim of one row is broadcast to another size.
 
-    A symbolic extent stays, whatever it is, next to one that is as large: one graph serves all extents. It is taken
-    for 1 where it is 1 now and meets another extent, as that of the last chunk may. A guard says so then.
+    A symbolic size stays, whatever it is, next to one that is as large: one graph serves all sizes. It is taken
+    for 1 where it is 1 now and meets another size, as that of the last chunk may. A guard says so then.
     """
-    if isinstance(extent, int):
-        return extent == 1 and not is_one(to)
-    return size_hint(extent) == 1 and size_hint(to) not in (1, -1) and guard_or_false(extent == 1)
+    if isinstance(size, int):
+        return size == 1 and not is_one(to)
+    return size_hint(size) == 1 and size_hint(to) not in (1, -1) and guard_or_false(size == 1)
 
 
 def broadcast_axes(call: OpCall) -> list[list[int | None]]:
@@ -38,15 +38,15 @@ def broadcast_axes(call: OpCall) -> list[list[int | None]]:
     axes = []
     for dim in range(ndim):
         dims = [dim - (ndim - t.ndim) for t in call.tensors]
-        extents = [t.shape[d] if d >= 0 else 1 for t, d in zip(call.tensors, dims, strict=True)]
-        others = [e for e in extents if not is_one(e)]
+        sizes = [t.shape[d] if d >= 0 else 1 for t, d in zip(call.tensors, dims, strict=True)]
+        others = [e for e in sizes if not is_one(e)]
         to = next((e for e in others if size_hint(e) != 1), others[0] if others else 1)
-        axes.append([None if d < 0 or is_stretched(e, to) else d for d, e in zip(dims, extents, strict=True)])
+        axes.append([None if d < 0 or is_stretched(e, to) else d for d, e in zip(dims, sizes, strict=True)])
     return axes
 
 
 def pointwise(call: OpCall) -> Iterable[Strategy]:
-    """Every output dim may be cut; the inputs that run along it are cut alike."""
+    """Every output dim may be sharded; the inputs that run along it are identically sharded."""
     outputs = len(call.op._schema.returns)
     for dim, dims in enumerate(broadcast_axes(call)):
         yield along(dims, [dim] * outputs)

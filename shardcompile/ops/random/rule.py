@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 def _of_rows(call: OpCall) -> Iterable[Strategy]:
     """Dims but the last along which the input is sharded stay so: a row of the last one is one distribution."""
-    for dim, cut in enumerate(call.tensors[0].layout.cuts[:-1]):
-        if cut is not None:
+    for dim, partition in enumerate(call.tensors[0].layout.partitions[:-1]):
+        if partition is not None:
             yield along([dim], [dim])
 
 

@@ -1,4 +1,4 @@
-"""Reductions of blocks, which may be empty: kernels refuse an empty dim."""
+"""Reductions of shards, which may be empty: kernels refuse an empty dim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardcompile.compat import OpOverload
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import Scalar, highest, lowest, padded
+from shardcompile.ops.support.local_shards import Scalar, highest, lowest, padded
 from shardcompile.ops.support.logsumexp import logsumexp
 
 aten = torch.ops.aten
@@ -31,16 +31,16 @@ def _whole_extremum(op: OpOverload, neutral: Callable[[torch.dtype], Scalar]) ->
 
 
 def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
-    """`logsumexp` of a block. In a trace torch's own asks whether there are elements."""
+    """`logsumexp` of a shard. In a trace torch's own asks whether there are elements."""
     if all(isinstance(n, int) for n in x.shape):
         return aten.logsumexp.default(x, dim, keepdim)
     dims = list(dim) if len(dim) else list(range(x.ndim))
-    return logsumexp(x, dims, keepdim, _block_amax)
+    return logsumexp(x, dims, keepdim, _shard_amax)
 
 
-_block_amax = _extremum(aten.amax.default, lowest)
+_shard_amax = _extremum(aten.amax.default, lowest)
 
-state(aten.amax.default, kernel=_block_amax)
+state(aten.amax.default, kernel=_shard_amax)
 state(aten.amin.default, kernel=_extremum(aten.amin.default, highest))
 state(aten.logsumexp.default, kernel=_logsumexp)
 state(aten.max.default, kernel=_whole_extremum(aten.amax.default, lowest))

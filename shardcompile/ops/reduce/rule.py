@@ -35,7 +35,7 @@ def reduction(reduce_op: str | None, passes: Sequence[str] = (), dim_at: int = 1
     """The rule of a reduction over ``dim``.
 
     Args:
-        reduce_op: what is pending on the result if a reduced dim is cut; None if blocks cannot simply be combined.
+        reduce_op: what is pending on the result if a reduced dim is sharded; None if shards cannot simply be combined.
         passes: reductions pending on the input that the op commutes with.
         dim_at: position of the argument ``dim``.
         keepdim_at: position of the argument ``keepdim``.
@@ -71,7 +71,7 @@ def _whole(reduce_op: str | None, passes: Sequence[str] = ()) -> Strategies:
 
 
 def other_dims(dim_at: int, default: int | None = None) -> Callable[[OpCall], Iterable[Strategy]]:
-    """The rule of an op that works along ``dim``: any other dim may be cut, alike in all tensors of full rank."""
+    """The rule of an op that works along ``dim``: any other dim may be sharded, alike in all tensors of full rank."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = max(t.ndim for t in call.tensors)

@@ -1,7 +1,7 @@
 """Reductions, softmax and losses in terms of other ops on the same, global, tensors.
 
 They are right on any layout because every op that they use is. Each is taken where its op would otherwise have to
-gather a cut dim; the counts in them (`numel`, `shape`) are global ones, never those of a block.
+gather a sharded dim; the counts in them (`numel`, `shape`) are global ones, never those of a shard.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.logsumexp import is_nothing, largest, logsumexp
 from shardcompile.ops.support.precision import wide_dtype, widened
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Running extrema of blocks, and blocks that are rolled."""
+"""Running extrema of shards, and shards that are rolled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload, is_unbacked
-from shardcompile.layout import IntLike
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import Scalar, highest, lowest, padded
+from shardcompile.ops.support.local_shards import Scalar, highest, lowest, padded
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def _running_extremum(
     op: OpOverload, worst: Callable[[torch.dtype], Scalar]
 ) -> Callable[[Tensor, int], Sequence[Tensor]]:
-    """`cummax` or `cummin` of a block, which in a trace has a row more along dims that may be empty on some ranks.
+    """`cummax` or `cummin` of a shard, which in a trace has a row more along dims that may be empty on some ranks.
 
     Run for shapes alone, torch's kernel asks whether there are elements, to look at `dim` then. Nothing can be said of
     a size that a run gives; of another the answer would be a guard that holds on some ranks only.
@@ -36,7 +36,7 @@ def _running_extremum(
 
 
 def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
-    """`roll`; inside a trace torch's own asks whether the block is empty."""
+    """`roll`; inside a trace torch's own asks whether the shard is empty."""
     if type(x) is Tensor or not dims:
         return aten.roll.default(x, shifts, dims)
     for shift, dim in zip(shifts, dims, strict=True):

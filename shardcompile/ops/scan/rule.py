@@ -1,4 +1,4 @@
-"""Cumulative ops, and those that turn rows around: any other dim may be cut."""
+"""Cumulative ops, and those that turn rows around: any other dim may be sharded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _flip(call: OpCall) -> Iterable[Strategy]:
 
 
 def _roll(call: OpCall) -> Iterable[Strategy]:
-    """Any dim that is not rolled may be cut; without dims it is the flat tensor that is."""
+    """Any dim that is not rolled may be sharded; without dims it is the flat tensor that is."""
     ndim = call.tensors[0].ndim
     dims = {d % max(ndim, 1) for d in call.arg(2, "dims", ())}
     return [along([d], [d]) for d in range(ndim) if dims and d not in dims]
 
 
 def _repeat(call: OpCall) -> Iterable[Strategy]:
-    """Any dim that is not repeated may be cut."""
+    """Any dim that is not repeated may be sharded."""
     repeats = call.args[1]
     new = len(repeats) - call.tensors[0].ndim
     once = (isinstance(n, int) and n == 1 for n in repeats[new:])
@@ -38,8 +38,8 @@ def _repeat(call: OpCall) -> Iterable[Strategy]:
 def _cumprod(call: OpCall) -> Iterable[Strategy]:
     shape = call.tensors[0].shape
     if shape and not compat.in_backward_pass():
-        # Torch unrolls the gradient over the dim: one graph for each extent. In the gradient of `prod` it is too late
-        # for that, since the forward graph gives extents to the outside, and there is no gradient of it in a graph.
+        # Torch unrolls the gradient over the dim: one graph for each size. In the gradient of `prod` it is too late
+        # for that, since the forward graph gives sizes to the outside, and there is no gradient of it in a graph.
         int(shape[call.args[1] % len(shape)])
     return other_dims(1)(call)
 

@@ -1,7 +1,7 @@
-"""Ops along a cut dim that look at rows of other ranks: cumulative ones, and `flip`, `roll` and `repeat`.
+"""Ops along a sharded dim that look at rows of other ranks: cumulative ones, and `flip`, `roll` and `repeat`.
 
-A cumulative op is run on every block. What a block passes on to those after it is one row; these rows are gathered, and
-each rank combines those of the blocks before its own with its result (Blelloch, "Prefix sums and their applications",
+A cumulative op is run on every shard. What a shard passes on to those after it is one row; these rows are gathered, and
+each rank combines those of the shards before its own with its result (Blelloch, "Prefix sums and their applications",
 1990).
 """
 
@@ -15,34 +15,36 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import Pending, block_size, derive
-from shardcompile.collectives.around import FETCH_AROUND, Around
+from shardcompile.collectives import Pending, derive, shard_size
+from shardcompile.collectives.halo_exchange import FETCH_AROUND, Around
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.scan.kernels import running_maximum, running_minimum
-from shardcompile.ops.support.blocks import Scalar, highest, lowest
 from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.local_shards import Scalar, highest, lowest
 from shardcompile.ops.support.precision import wide_dtype
-from shardcompile.ops.view.rows import first_row, reduced, slice_rows, with_cut, wrap
-from shardcompile.plan import find_plan
+from shardcompile.ops.view.rows import first_row, reduced, slice_rows, with_partition, wrap
+from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Partition
 
 aten = torch.ops.aten
 Scan = Callable[..., Tensor]
 
 
 def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
-    """The layout of a tensor of one row for every block, and that in which every rank has all of them."""
-    cut = layout.cut_of(dim)
-    blocks = math.prod(cut.parts)
-    rows = with_cut(layout, dim, Cut.of_sizes(cut.mesh_dims, cut.parts, [1] * blocks, "fixed")).with_dtype(dtype)
+    """The layout of a tensor of one row for every shard, and that in which every rank has all of them."""
+    partition = layout.partition_of(dim)
+    shards = math.prod(partition.parts)
+    rows = with_partition(
+        layout, dim, Partition.of_sizes(partition.mesh_dims, partition.parts, [1] * shards, "fixed")
+    ).with_dtype(dtype)
     return rows, rows.gathered(dim)
 
 
-def _of_blocks_before(
+def _of_shards_before(
     layout: Layout,
     dim: int,
     passed_on: Sequence[Tensor],
@@ -50,15 +52,15 @@ def _of_blocks_before(
     scan: Callable[..., Sequence[Tensor]],
     from_end: bool = False,
 ) -> list[Tensor]:
-    """What the blocks before this rank's pass on, one row.
+    """What the shards before this rank's pass on, one row.
 
     Args:
         layout: of the tensor that is scanned.
         dim: along which.
-        passed_on: by this rank's block: tensors of one row.
-        nothing: what stands for no block, for each of them.
+        passed_on: by this rank's local shard: tensors of one row.
+        nothing: what stands for no shard, for each of them.
         scan: combines rows along `dim` from the first to each.
-        from_end: whether the last block comes first.
+        from_end: whether the last shard comes first.
     """
 
     def turned(rows: Tensor) -> Tensor:
@@ -77,14 +79,14 @@ def _of_blocks_before(
 
 
 def _last_row(x: Tensor, dim: int, nothing: Scalar) -> Tensor:
-    """The last row of a block, or a row of `nothing` if it has none."""
+    """The last row of a shard, or a row of `nothing` if it has none."""
     front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], nothing)
     # Inductor 2.11 cannot lower a slice that starts at -1 where only a run tells the size.
     return aten.cat.default([front, x], dim).narrow(dim, x.shape[dim], 1)
 
 
-def _is_cut(x: Sharded, dim: int) -> bool:
-    return x.ndim > 0 and x._spec.layout.cuts[dim % x.ndim] is not None
+def _is_sharded(x: Sharded, dim: int) -> bool:
+    return x.ndim > 0 and x._spec.layout.partitions[dim % x.ndim] is not None
 
 
 def _cumulative(
@@ -96,12 +98,12 @@ def _cumulative(
         meta = global_meta(op, (x, dim), {} if dtype is None else {"dtype": dtype})
         x, dim = reduced(x), dim % x.ndim
         layout = x._spec.layout
-        block = x._local_tensor.to(wide_dtype(meta.dtype))
-        own = op(aten.flip.default(block, [dim]) if from_end else block, dim)
+        shard = x._local_tensor.to(wide_dtype(meta.dtype))
+        own = op(aten.flip.default(shard, [dim]) if from_end else shard, dim)
         out = aten.flip.default(own, [dim]) if from_end else own
-        if layout.cuts[dim] is not None:
+        if layout.partitions[dim] is not None:
             last = _last_row(own, dim, nothing)
-            (before,) = _of_blocks_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)], from_end)
+            (before,) = _of_shards_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)], from_end)
             out = combine(before, out)
         return wrap(x, out.to(meta.dtype), layout.with_dtype(meta.dtype), compat.retrace(meta.stride()))
 
@@ -115,36 +117,36 @@ _logcumsumexp = _cumulative(aten.logcumsumexp.default, -math.inf, aten.logaddexp
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """``aten.logcumsumexp`` along a cut dim; of complex numbers it is left to the fallback."""
+    """``aten.logcumsumexp`` along a sharded dim; of complex numbers it is left to the fallback."""
     return NotImplemented if x.is_complex() else _logcumsumexp(x, dim)
 
 
 def _cumulative_extremum(
     op: OpOverload,
-    of_block: Callable[[Tensor, int], Sequence[Tensor]],
+    of_shard: Callable[[Tensor, int], Sequence[Tensor]],
     worst: Callable[[torch.dtype], Scalar],
     wins: Callable[[Tensor, Tensor], Tensor],
 ) -> Run:
     """`cummax` or `cummin`: values, and for each the last index that has it."""
 
     def scan(x: Sharded, dim: int) -> tuple[Tensor, Tensor]:
-        if not _is_cut(x, dim):
+        if not _is_sharded(x, dim):
             return NotImplemented
         meta = global_meta(op, (x, dim), {})[0]
         x, dim = reduced(x), dim % x.ndim
         layout, nothing = x._spec.layout, worst(meta.dtype)
-        values, places = of_block(x._local_tensor, dim)
-        start: Any = first_row(layout.cut_of(dim), layout)
+        values, places = of_shard(x._local_tensor, dim)
+        start: Any = first_row(layout.partition_of(dim), layout)
         places = places + start
 
         def best(rows: Tensor, at: Tensor) -> list[Tensor]:
-            found, which = of_block(rows, dim)
-            # Places grow from block to block. Where a block without rows wins, all before it tie with it, and the
+            found, which = of_shard(rows, dim)
+            # Places grow from shard to shard. Where a shard without rows wins, all before it tie with it, and the
             # last of their places is the right one.
             return [found, aten.gather.default(running_maximum(at, dim)[0], dim, which)]
 
         passed_on = [_last_row(values, dim, nothing), _last_row(places, dim, -1)]
-        value_before, place_before = _of_blocks_before(layout, dim, passed_on, [nothing, -1], best)
+        value_before, place_before = _of_shards_before(layout, dim, passed_on, [nothing, -1], best)
         mine = wins(values, value_before)
         if values.is_floating_point():
             mine = mine | values.isnan()
@@ -165,53 +167,59 @@ cummin = _cumulative_extremum(aten.cummin.default, running_minimum, highest, ate
 
 
 def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
-    """``aten.flip`` along cut dims: the first rank and the last one exchange their blocks, and so on."""
+    """``aten.flip`` along sharded dims: the first rank and the last one exchange their shards, and so on."""
     dims = [d % x.ndim for d in dims]
     layout, local = x._spec.layout, aten.flip.default(x._local_tensor, dims)
     for dim in dims:
-        if layout.cuts[dim] is None:
+        if layout.partitions[dim] is None:
             continue
         inner = 1
-        for mesh_dim, count in reversed(list(zip(layout.cut_of(dim).mesh_dims, layout.cut_of(dim).parts, strict=True))):
-            cut, _ = derive("mirrored", [layout.cut_of(dim)], [inner, count], layout.shape[dim], layout.mesh)
-            layout = with_cut(layout, dim, cut)
+        for mesh_dim, count in reversed(
+            list(zip(layout.partition_of(dim).mesh_dims, layout.partition_of(dim).parts, strict=True))
+        ):
+            partition, _ = derive(
+                "mirrored", [layout.partition_of(dim)], [inner, count], layout.shape[dim], layout.mesh
+            )
+            layout = with_partition(layout, dim, partition)
             inner *= count
-            size = block_size(cut, layout.mesh)
+            size = shard_size(partition, layout.mesh)
             group = compat.group_name_of(layout.mesh, mesh_dim)
-            flat = torch.ops.shardcompile.mirror_blocks(local, dim, size, group)
+            flat = torch.ops.shardcompile.mirror_shards(local, dim, size, group)
             local = Pending.of(flat, local.shape, dim, size).wait()
     return wrap(x, local, layout, x.stride())
 
 
 def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
-    """``aten.roll`` along cut dims: rows go to the rank that holds their new place, in one exchange for each dim."""
-    if not dims and x.ndim > 1 and any(x._spec.layout.cuts):  # torch rolls all elements, one after the other
+    """``aten.roll`` along sharded dims: rows go to the rank that holds their new place, in one exchange for each
+    dim.
+    """
+    if not dims and x.ndim > 1 and any(x._spec.layout.partitions):  # torch rolls all elements, one after the other
         return aten.view.default(aten.roll.default(aten.reshape.default(x, [-1]), shifts, [0]), list(x.shape))
     dims = [d % max(x.ndim, 1) for d in dims] or [0]
-    if not any(_is_cut(x, d) for d in dims):
+    if not any(_is_sharded(x, d) for d in dims):
         return NotImplemented
     meta = global_meta(aten.roll.default, (x, shifts, dims), {})
     layout, local = x._spec.layout, x._local_tensor
     pairs = list(zip(dims, shifts, strict=True))
-    whole = [(d, shift) for d, shift in pairs if layout.cuts[d] is None]
+    whole = [(d, shift) for d, shift in pairs if layout.partitions[d] is None]
     if whole:
         local = aten.roll.default(local, [shift for _, shift in whole], [d for d, _ in whole])
     for dim, shift in pairs:
-        cut = layout.cuts[dim]
-        if cut is not None and len(cut.mesh_dims) == 1:
-            group = compat.group_name_of(layout.mesh, cut.mesh_dims[0])
-            held = cut.group_ref(compat.coordinate(layout.mesh) or ())
+        partition = layout.partitions[dim]
+        if partition is not None and len(partition.mesh_dims) == 1:
+            group = compat.group_name_of(layout.mesh, partition.mesh_dims[0])
+            held = partition.group_ref(compat.coordinate(layout.mesh) or ())
             rows = Around(local, dim, shift, -shift, layout.shape[dim], local.shape[dim], held, group)
             local = FETCH_AROUND.start(rows).wait()
     out = wrap(x, local, layout, compat.retrace(meta.stride()))
     for dim, shift in pairs:
-        if layout.cuts[dim] is not None and len(layout.cut_of(dim).mesh_dims) > 1:
+        if layout.partitions[dim] is not None and len(layout.partition_of(dim).mesh_dims) > 1:
             out = _rolled_over_mesh_dims(out, shift, dim)
     return out
 
 
 def _rolled_over_mesh_dims(x: Sharded, shift: IntLike, dim: int) -> Sharded:
-    """Where no group holds all blocks of a dim: two slices change places."""
+    """Where no group holds all shards of a dim: two slices change places."""
     count = x.shape[dim]
     if compat.is_unbacked(count):  # no formula tells that the slices have all rows
         begin: Any = -shift
@@ -225,9 +233,11 @@ _repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
 
 
 def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
-    """``aten.repeat`` where a cut dim is repeated: copies one after the other."""
+    """``aten.repeat`` where a sharded dim is repeated: copies one after the other."""
     new = len(repeats) - x.ndim
-    known = [d for d in range(x.ndim) if _is_cut(x, d) and isinstance(repeats[new + d], int) and repeats[new + d] > 1]
+    known = [
+        d for d in range(x.ndim) if _is_sharded(x, d) and isinstance(repeats[new + d], int) and repeats[new + d] > 1
+    ]
     if not all(isinstance(n, int) for n in repeats):
         return _repeat_by_views(x, repeats)
     if not known:

@@ -1,4 +1,4 @@
-"""Sorting along a dim: any other may be cut."""
+"""Sorting along a dim: any other may be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sorting along a cut dim: rows go where the order says, and the sorted rows are cut as those were."""
+"""Sorting along a sharded dim: rows go where the order says, and the sorted rows are sharded as those were."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import sort_rows, top_rows
-from shardcompile.layout import IntLike, Layout, contiguous_stride, is_cut_once, neighbouring
 from shardcompile.ops import Form, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, contiguous_stride, is_sharded_once, neighbouring
 
 aten = torch.ops.aten
 
 
 def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """``aten.sort`` of a tensor of one dim that is cut by one mesh dim."""
+    """``aten.sort`` of a tensor of one dim that is sharded over one mesh dim."""
     if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_complex:
         return NotImplemented
     x = reduced(x)
     layout = x._spec.layout
-    cut = layout.cuts[0]
-    if cut is None or len(cut.mesh_dims) != 1:
+    partition = layout.partitions[0]
+    if partition is None or len(partition.mesh_dims) != 1:
         return NotImplemented
     with compat.unrecorded_symbols(x._local_tensor):
-        rows, numbers, found = sort_rows(x._local_tensor, cut, layout.mesh, descending)
+        rows, numbers, found = sort_rows(x._local_tensor, partition, layout.mesh, descending)
         there = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [found])
-        home = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [neighbouring(cut)])
+        home = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [neighbouring(partition)])
         parts = [_at_home(x, part, there, home) for part in (rows, numbers)]
     return parts[0], parts[1]
 
 
 def _at_home(x: Sharded, part: Tensor, there: Layout, home: Layout) -> Tensor:
-    """A sorted column in the blocks of what was sorted."""
+    """A sorted column in the shards of what was sorted."""
     stride = contiguous_stride(home.shape)
     column = wrap(x, part, there.with_dtype(part.dtype), stride)
     wanted = home.with_dtype(part.dtype)
@@ -50,26 +50,26 @@ def stable_sort(
 
 
 def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """``aten.topk`` along a dim that one mesh dim cuts: the best of each rank meet on all of them."""
+    """``aten.topk`` along a dim that one mesh dim partitions: the best of each rank meet on all of them."""
     if not isinstance(x, Sharded) or x.ndim == 0 or x.dtype.is_complex or not isinstance(k, int):
         return NotImplemented
     dim = dim % x.ndim
-    cut = x._spec.layout.cuts[dim]
-    if not is_cut_once(cut):
+    partition = x._spec.layout.partitions[dim]
+    if not is_sharded_once(partition):
         return NotImplemented
     x = reduced(x)
     layout = x._spec.layout
-    (mesh_dim,) = cut.mesh_dims
+    (mesh_dim,) = partition.mesh_dims
     if 2 * k * layout.mesh.shape[mesh_dim] > compat.size_hint(x.shape[dim]):  # two columns of candidates
         return NotImplemented
     meta = global_meta(aten.topk.default, (x, k, dim, largest, sorted), {})
     with compat.unrecorded_symbols(x._local_tensor):
-        parts = top_rows(x._local_tensor, dim, k, cut, layout.mesh, largest)
+        parts = top_rows(x._local_tensor, dim, k, partition, layout.mesh, largest)
     placements = [Replicate() if m == mesh_dim else p for m, p in enumerate(layout.placements)]
     shape = [k if d == dim else n for d, n in enumerate(layout.shape)]
-    cuts = [None if d == dim else c for d, c in enumerate(layout.cuts)]
+    partitions = [None if d == dim else c for d, c in enumerate(layout.partitions)]
     values, numbers = (
-        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, cuts), compat.retrace(told.stride()))
+        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, partitions), compat.retrace(told.stride()))
         for part, told in zip(parts, meta, strict=True)
     )
     return values, numbers

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload
-from shardcompile.layout import carrier_of, is_ordinary
 from shardcompile.ops.record import OpRecord
 from shardcompile.ops.registry import state
+from shardcompile.sharding import carrier_of, is_ordinary
 
 aten = torch.ops.aten
 

@@ -1,8 +1,8 @@
-"""Views that a block cannot hold: copies that follow what they are views of.
+"""Views that a shard cannot hold: copies that follow what they are views of.
 
-A view along a cut dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its block is a copy. To its user it
-has to be a view. So the copy is made again when what was viewed has been written to, and what is written to the copy is
-written back.
+A view along a sharded dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its shard is a copy. To its user
+it has to be a view. So the copy is made again when what was viewed has been written to, and what is written to the
+copy is written back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import may_overlap
 from shardcompile.ops import record_of, state
 from shardcompile.ops.record import Run
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import may_overlap
 
 aten = torch.ops.aten
 
@@ -36,10 +36,10 @@ WATCHED: dict[int, weakref.ref[_Writes]] = {}
 """By storage; empty unless there are copied views, so that an in-place op need not look further."""
 
 
-def _watch(block: Tensor) -> _Writes:
-    if type(block) is not Tensor:  # in a trace versions tell, and storages do not
+def _watch(shard: Tensor) -> _Writes:
+    if type(shard) is not Tensor:  # in a trace versions tell, and storages do not
         return _Writes()
-    key = block.untyped_storage()._cdata
+    key = shard.untyped_storage()._cdata
     known = WATCHED[key]() if key in WATCHED else None
     if known is not None:
         return known
@@ -48,19 +48,19 @@ def _watch(block: Tensor) -> _Writes:
     return writes
 
 
-def block_as_held(x: Sharded) -> Tensor:
-    """The block of a sharded tensor as it is: of a copied view perhaps out of date.
+def shard_as_held(x: Sharded) -> Tensor:
+    """The shard of a sharded tensor as it is: of a copied view perhaps out of date.
 
     `_local_tensor` would bring it up to date, by messages from ranks that need not get here.
     """
-    return x._local_tensor if x._copied is None else x._copied.block  # type: ignore[no-any-return]
+    return x._local_tensor if x._copied is None else x._copied.shard  # type: ignore[no-any-return]
 
 
 def note_write(x: Sharded) -> None:
-    """Say that a sharded tensor's block was written to."""
-    block = block_as_held(x)
-    if type(block) is Tensor:
-        writes = WATCHED.get(block.untyped_storage()._cdata, lambda: None)()
+    """Say that a sharded tensor's shard was written to."""
+    shard = shard_as_held(x)
+    if type(shard) is Tensor:
+        writes = WATCHED.get(shard.untyped_storage()._cdata, lambda: None)()
         if writes is not None:
             writes.count += 1
 
@@ -99,20 +99,20 @@ def was_turned(x: Sharded) -> bool:
 
 
 class CopiedView:
-    """The block of a view that had to be copied.
+    """The shard of a view that had to be copied.
 
     Args:
         op: the view op.
         args: its arguments; the first one is what is viewed.
         index: which of several results.
-        block: the copy.
-        remake: makes the block again.
+        shard: the copy.
+        remake: makes the shard again.
     """
 
     def __init__(
-        self, op: OpOverload, args: tuple[Any, ...], index: int | None, block: Tensor, remake: Callable[[], Tensor]
+        self, op: OpOverload, args: tuple[Any, ...], index: int | None, shard: Tensor, remake: Callable[[], Tensor]
     ) -> None:
-        self.op, self.args, self.index, self.block, self.remake = op, args, index, block, remake
+        self.op, self.args, self.index, self.shard, self.remake = op, args, index, shard, remake
         self.writes = _watch(args[0]._local_tensor)
         self.seen = self.state()
 
@@ -129,28 +129,28 @@ class CopiedView:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the block is out of date."""
+        """Whether the shard is out of date."""
         return bool(self.state() != self.seen)
 
     def current(self) -> Tensor:
-        """The block, made again if it is out of date."""
+        """The shard, made again if it is out of date."""
         if self.is_stale:
-            with compat.in_mode_of(self.block):
-                self.block, self.seen = self.remake(), self.state()
-        return self.block
+            with compat.in_mode_of(self.shard):
+                self.shard, self.seen = self.remake(), self.state()
+        return self.shard
 
     def write_back(self, view: Sharded) -> None:
-        """Write the block into what is viewed.
+        """Write the shard into what is viewed.
 
         Args:
-            view: the sharded tensor of this block.
+            view: the sharded tensor of this shard.
 
         Raises:
             UnsupportedOpError: it is not known how.
         """
         parent = self.args[0]
         with torch._C.DisableTorchFunctionSubclass():
-            value = type(view)._wrap(self.block, view._spec)
+            value = type(view)._wrap(self.shard, view._spec)
             aten.copy_.default(parent, self._inverse(value))
 
     def check_writable(self, op: object) -> None:
@@ -162,13 +162,13 @@ class CopiedView:
         parent = self.args[0]
         if record_of(self.op).way_back is None:
             raise UnsupportedOpError(
-                f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied, and there is "
+                f"{op} writes to a view ({self.op}) that a shard cannot hold and that had to be copied, and there is "
                 f"no way back to the tensor that was viewed ({parent._spec.layout.describe()}). Write to the tensor "
                 "itself, or clone first"
             )
         if self.op is aten.as_strided.default and may_overlap(*self.args[1:3]):
             raise UnsupportedOpError(
-                f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied. Several of its "
+                f"{op} writes to a view ({self.op}) that a shard cannot hold and that had to be copied. Several of its "
                 f"elements lie in one place of the tensor that was viewed ({parent._spec.layout.describe()}). Write to "
                 "the tensor itself, or clone first"
             )
@@ -183,13 +183,13 @@ class CopiedView:
 
 
 class GivenCopy:
-    """In a trace: the block of an input that is a copied view, which the graph reads and does not write to.
+    """In a trace: the shard of an input that is a copied view, which the graph reads and does not write to.
 
-    What a graph writes to a block does not reach what the block was copied from.
+    What a graph writes to a shard does not reach what the shard was copied from.
     """
 
-    def __init__(self, block: Tensor) -> None:
-        self.block = block
+    def __init__(self, shard: Tensor) -> None:
+        self.shard = shard
 
     def state(self) -> object:
         return None
@@ -198,14 +198,14 @@ class GivenCopy:
         return False
 
     def current(self) -> Tensor:
-        return self.block
+        return self.shard
 
     def write_back(self, view: Sharded) -> None:
         raise AssertionError("check_writable has been called")
 
     def check_writable(self, op: object) -> None:
         raise UnsupportedOpError(
-            f"{op} in a compiled function writes to an input that is a view which a block cannot hold, and that had to "
+            f"{op} in a compiled function writes to an input that is a view which a shard cannot hold, and that had to "
             "be copied: what the graph writes would not reach the tensor that was viewed. Pass that tensor and take "
             "the view inside of the function, or write to a clone"
         )
@@ -264,7 +264,7 @@ state(aten.detach.default, way_back=lambda parent, value, _: value, is_same=True
 def follow(
     view: Sharded, op: OpOverload, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]
 ) -> None:
-    """Make a sharded tensor with a block of its own follow what it is a view of."""
+    """Make a sharded tensor with a shard of its own follow what it is a view of."""
     view._copied = CopiedView(op, args, index, view.__dict__.pop("_local_tensor"), remake)
     args[0]._followers = [*(v for v in args[0]._followers if v() is not None), weakref.ref(view)]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Layout
-from shardcompile.plan import Plan
+from shardcompile.planning import Plan
+from shardcompile.sharding import Layout
 
 _LOG = logging.getLogger("shardcompile")
 _LOGGED_BYTES: dict[OpOverload, int] = {}

@@ -14,10 +14,10 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import refusal
-from shardcompile.layout import contiguous_stride, is_ordinary
 from shardcompile.ops import Order, record_of, state
-from shardcompile.ops.support.copied_views import block_as_held
+from shardcompile.ops.support.copied_views import shard_as_held
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import contiguous_stride, is_ordinary
 
 aten = torch.ops.aten
 _NO_VIEW = re.compile("not compatible with input tensor's size and stride|Cannot view a tensor")
@@ -135,7 +135,7 @@ def _work_out(
                 raise NotImplementedError(f"{op} not implemented for {strange}: {error}") from None
             if not record.instead or not _NO_VIEW.search(str(error)):
                 raise
-            # Also where plain PyTorch has a view: a result along a cut dim may have that dim first in memory.
+            # Also where plain PyTorch has a view: a result along a sharded dim may have that dim first in memory.
             raise refusal(
                 str(op),
                 f"a tensor with strides {tuple(next(tensors_of(args)).stride())}",
@@ -148,7 +148,7 @@ def _with_as_many_dims(args: Sequence[object]) -> list[object]:
     """Arguments of an elementwise op, its tensors with as many dims, as its kernel expands them.
 
     What a kernel gives is stored in an order of dims that follows from the strides of its inputs. Along the dims that
-    an input has not got they are 0. torch's fake kernels (2.11 - 2.15) expand it: a dim of extent 1 has another then.
+    an input has not got they are 0. torch's fake kernels (2.11 - 2.15) expand it: a dim of size 1 has another then.
     """
     most = max((a.ndim for a in args if isinstance(a, Tensor)), default=0)
 
@@ -164,7 +164,7 @@ def _with_as_many_dims(args: Sequence[object]) -> list[object]:
 def _check_rows(op: OpOverload, given: Sequence[Any]) -> None:
     """Raise, as kernels do, if rows do not fit into a tensor.
 
-    A trace would otherwise learn in the backward pass that two extents are one number, when it has counted already what
+    A trace would otherwise learn in the backward pass that two sizes are one number, when it has counted already what
     the forward pass gives.
     """
     x, dim, _, rows = given[:4]
@@ -176,7 +176,7 @@ def _check_rows(op: OpOverload, given: Sequence[Any]) -> None:
 
 
 def _refuse_nothing(op: OpOverload, given: Sequence[Any]) -> None:
-    """Raise if there is nothing to take an extremum of. On blocks they are reduced by other ops."""
+    """Raise if there is nothing to take an extremum of. On shards they are reduced by other ops."""
     if any(isinstance(n, int) and n == 0 for n in given[0].shape):
         raise RuntimeError(
             f"{op}: Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the "
@@ -204,7 +204,7 @@ def _refuse_whole_numbers(op: OpOverload, given: Sequence[Any]) -> None:
 def _in_rows_if_all_are(op: OpOverload, out: Tensor, given: Sequence[object]) -> Tensor:
     """The result of an elementwise op, its strides those of rows if all operands are contiguous and of its shape.
 
-    Kernels give it these. Fake kernels (2.11 - 2.15) keep an input's strides along dims of extent 1, and other kernels
+    Kernels give it these. Fake kernels (2.11 - 2.15) keep an input's strides along dims of size 1, and other kernels
     tell the order of dims by them. Where an operand is a number kernels keep them too: it has not the result's shape.
     """
     if _is_given_a_number_as_operand(op, given):
@@ -227,7 +227,7 @@ def _is_given_a_number_as_operand(op: OpOverload, given: Sequence[object]) -> bo
 
 
 def _hold(x: Tensor) -> Tensor:
-    return block_as_held(x) if isinstance(x, Sharded) else x
+    return shard_as_held(x) if isinstance(x, Sharded) else x
 
 
 def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:

@@ -1,4 +1,6 @@
-"""``logsumexp`` from other ops: on sharded tensors that are cut where it sums, and on blocks inside a trace."""
+"""``logsumexp`` from other ops: on sharded tensors that are sharded where it sums, and on local shards inside a
+trace.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor,
     """The logarithm of a sum of exponentials, of what is left of the largest term.
 
     Args:
-        x: a sharded tensor, or a block.
+        x: a sharded tensor, or a shard.
         dims: that are summed over.
-        keepdim: whether they stay, with an extent of 1.
+        keepdim: whether they stay, with an size of 1.
         amax: the largest elements along dims, which stay.
     """
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
@@ -44,5 +46,5 @@ def largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
 
 
 def is_nothing(x: Tensor, dim: int) -> bool:
-    """Whether there is nothing along a dim on any rank; such an extent is static in a trace as well."""
+    """Whether there is nothing along a dim on any rank; such an size is static in a trace as well."""
     return x.ndim > 0 and isinstance(x.shape[dim], int) and x.shape[dim] == 0

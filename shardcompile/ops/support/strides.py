@@ -1,6 +1,6 @@
-"""Keeping blocks stored in the order of dims that the strides of the global tensor state.
+"""Keeping shards stored in the order of dims that the strides of the global tensor state.
 
-Views, and whether a view is possible at all, are decided by global strides; a block that is stored in another order, as
+Views, and whether a view is possible at all, are decided by global strides; a shard that is stored in another order, as
 after a redistribution, would have to be copied where the global tensor would not. That would happen on some ranks only.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import IntLike, carrier_of, contiguous_stride, dense_stride, order_of
 from shardcompile.ops import OpRecord, Order, state
+from shardcompile.sharding import IntLike, carrier_of, contiguous_stride, dense_stride, order_of
 
 aten = torch.ops.aten
 
@@ -52,10 +52,10 @@ state([aten.convolution.default, aten.convolution_backward.default], order=Order
 
 
 def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
-    """A block, copied if it is not stored densely in the order of global strides.
+    """A shard, copied if it is not stored densely in the order of global strides.
 
     Args:
-        local: the block.
+        local: the shard.
         stride: strides of the global tensor.
     """
     if type(local) is Tensor:
@@ -65,17 +65,17 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     stored = [compat.size_hint(local.stride(d)) for d in order]
     if 0 in shape or _same(shape, stored, contiguous_stride(shape)):
         return local
-    # Not `contiguous`: that asks for the size of the block, and specialises on the answer.
+    # Not `contiguous`: that asks for the size of the shard, and specialises on the answer.
     back = sorted(range(len(order)), key=order.__getitem__)
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
-    """A block in eager mode with these strides."""
+    """A shard in eager mode with these strides."""
     if local.stride() == wanted:
         return local  # the common case first
     if local.numel() == 0 or _same(local.shape, local.stride(), wanted):
-        # Strides of extents of 1 and of empty blocks mean nothing, but there are kernels that read them.
+        # Strides of sizes of 1 and of empty shards mean nothing, but there are kernels that read them.
         return local.as_strided(local.shape, wanted)
     carrier = carrier_of(local.dtype)
     if carrier is not local.dtype:  # which torch may not even copy
@@ -84,14 +84,14 @@ def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
 
 
 def _same(shape: Sequence[IntLike], a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
-    """Whether strides are the same but along extents of 1."""
+    """Whether strides are the same but along sizes of 1."""
     return all(n == 1 or x == y for n, x, y in zip(shape, a, b, strict=True))
 
 
 def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:
-    """Whether a trace may state wrong strides for the result of an op, or ask for the size of a block.
+    """Whether a trace may state wrong strides for the result of an op, or ask for the size of a shard.
 
-    Both happen where blocks of several orders of dims meet. What follows, as a view, is then decided on strides that
+    Both happen where shards of several orders of dims meet. What follows, as a view, is then decided on strides that
     the result does not have.
 
     Args:
@@ -103,12 +103,12 @@ def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:
     return record.order is not Order.TOLD or (record.elementwise and sum(n > 1 for n in ndims) > 1)
 
 
-def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[object]:
-    """The blocks that meet in an op, in the order of the strides of its result; of some ops contiguous.
+def in_one_order(record: OpRecord, shards: Sequence[Any], stride: Sequence[IntLike]) -> list[object]:
+    """The shards that meet in an op, in the order of the strides of its result; of some ops contiguous.
 
     Args:
         record: of an op for which `may_misstate_strides` holds.
-        blocks: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
+        shards: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
         stride: global strides of its result.
     """
 
@@ -119,7 +119,7 @@ def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLi
             return x
         return in_order(x, range(x.ndim, 0, -1) if record.order.needs_rows else stride)
 
-    return [aligned(x) for x in blocks]
+    return [aligned(x) for x in shards]
 
 
 def all_in_order(out: Tensor, specs: Sequence[Any]) -> Tensor:

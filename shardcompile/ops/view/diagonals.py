@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Run:
-    """`tril` or `triu` of cut matrices: which elements stay is known from their row and column."""
+    """`tril` or `triu` of partition matrices: which elements stay is known from their row and column."""
 
     def decomposed(x: Tensor, diagonal: int = 0) -> Tensor:
         if x.ndim < 2:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops.registry import register, state
 from shardcompile.ops.strategy import OpCall, Strategy, along
 from shardcompile.ops.view.reshape import WholeRows
 from shardcompile.ops.view.rule import LocalShape
+from shardcompile.sharding import IntLike, Layout, Partition
 
 aten = torch.ops.aten
 
@@ -25,17 +25,17 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     now, wanted = layout.dtype.itemsize, call.args[1].itemsize
     yield from (along([d], [d]) for d in range(ndim if now == wanted else last))
     if now > wanted:
-        yield along([last], [last], lambda cut: cut.scaled(now // wanted))
+        yield along([last], [last], lambda partition: partition.scaled(now // wanted))
     if now < wanted:
         count = wanted // now
         whole = WholeRows(count, layout.shape[last] // count)
-        into = functools.partial(whole.cut_like, functools.partial(_joined, count), layout.mesh)
+        into = functools.partial(whole.shard_like, functools.partial(_joined, count), layout.mesh)
         yield along([last], [last], functools.partial(_joined, count), into)
 
 
-def _joined(count: int, cut: Cut) -> Cut | None:
+def _joined(count: int, partition: Partition) -> Partition | None:
     """The partition of a dim of which `count` neighbouring elements become one; None if they lie on several ranks."""
-    return cut.unscaled(count)
+    return partition.unscaled(count)
 
 
 def _kernel(x: Tensor, dtype: torch.dtype, shape: Sequence[IntLike]) -> Tensor:
@@ -82,11 +82,11 @@ def _back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) -> Tenso
 
 
 register(aten.view.dtype, _view, _with_shape)
-state(aten.view.dtype, kernel=_kernel, copies_block=_may_copy, way_back=_back)
+state(aten.view.dtype, kernel=_kernel, copies_shard=_may_copy, way_back=_back)
 state(
     aten.view_as_complex.default,
     kernel=_as_complex,
-    copies_block=_may_copy,
+    copies_shard=_may_copy,
     way_back=lambda parent, value, _: aten.view_as_real.default(value),
 )
 state(aten.view_as_real.default, way_back=lambda parent, value, _: aten.view_as_complex.default(value))

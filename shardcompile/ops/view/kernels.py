@@ -1,4 +1,4 @@
-"""Views of blocks: copies where the strides of a block forbid what those of the whole tensor allow."""
+"""Views of shards: copies where the strides of a shard forbid what those of the whole tensor allow."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardcompile.layout import IntLike
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import view_block
+from shardcompile.ops.support.local_shards import view_shard
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
     """`unbind`; as rows that are selected, where torch's own (2.11 - 2.15) asks in a trace for sizes as numbers.
 
-    Of a dim whose extent is a symbol it keeps the dim, unless it is known to be 1. A write to a row it brings back to
+    Of a dim whose size is a symbol it keeps the dim, unless it is known to be 1. A write to a row it brings back to
     the whole by asking for all sizes.
     """
     if all(isinstance(n, int) for n in x.shape):
@@ -25,19 +25,19 @@ def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
     return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
 
 
-def add_windows(grad: Tensor, extent: IntLike, dim: int, size: int, step: int) -> Tensor:
-    """The sums of windows, the last dim, where they lie along a dim. For blocks that may have none.
+def add_windows(grad: Tensor, dim_size: IntLike, dim: int, size: int, step: int) -> Tensor:
+    """The sums of windows, the last dim, where they lie along a dim. For shards that may have none.
 
-    In a trace torch's own `unfold_backward` flattens windows, and asks whether a block is stored so that it can.
+    In a trace torch's own `unfold_backward` flattens windows, and asks whether a shard is stored so that it can.
 
     Args:
         grad: the windows.
-        extent: of the dim in the result.
+        size: of the dim in the result.
         dim: along which they lie.
         size: of a window.
         step: from one to the next.
     """
-    shape = [extent if d == dim else n for d, n in enumerate(grad.shape[:-1])]
+    shape = [dim_size if d == dim else n for d, n in enumerate(grad.shape[:-1])]
     if type(grad) is Tensor and grad.shape[dim]:
         return aten.unfold_backward.default(grad, shape, dim, size, step)
     starts = torch.arange(grad.shape[dim], device=grad.device) * step
@@ -54,12 +54,12 @@ def _unfold_backward(grad: Tensor, shape: Sequence[IntLike], dim: int, size: int
 
 state(aten.unfold_backward.default, kernel=_unfold_backward)
 state(aten.unbind.int, kernel=unbound, shape_kernel=unbound)
-state(aten.view.default, kernel=view_block)
-state(aten._unsafe_view.default, kernel=view_block)
-state(aten.reshape.default, kernel=view_block)
-# A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
-state(aten._conj.default, kernel=aten._conj_physical.default, copies_block=True)
-state(aten._neg_view.default, kernel=aten.neg.default, copies_block=True)
-# The rule names the dims that go: on a block, others may have extent 1 as well.
+state(aten.view.default, kernel=view_shard)
+state(aten._unsafe_view.default, kernel=view_shard)
+state(aten.reshape.default, kernel=view_shard)
+# A shard must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
+state(aten._conj.default, kernel=aten._conj_physical.default, copies_shard=True)
+state(aten._neg_view.default, kernel=aten.neg.default, copies_shard=True)
+# The rule names the dims that go: on a shard, others may have size 1 as well.
 state(aten.squeeze.default, kernel=aten.squeeze.dims)
 state(aten.squeeze.dim, kernel=aten.squeeze.dims)

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
 from shardcompile.ops.view.strided import as_strided
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Spec, contiguous_stride
 
 aten = torch.ops.aten
 
 
 def _set(x: Sharded, source: Tensor) -> Tensor:
-    """``x.set_(source)``: another tensor on the block of `source`."""
+    """``x.set_(source)``: another tensor on the shard of `source`."""
     if isinstance(source, Sharded):
         return source._stand_in()
     return type(x)._wrap(

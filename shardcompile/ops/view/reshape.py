@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives import derive
 from shardcompile.compat import is_one
-from shardcompile.layout import Cut, IntLike, Layout, in_stretches
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.ops.registry import register
-from shardcompile.ops.strategy import OnCut, OpCall, Strategy, along, partial
+from shardcompile.ops.strategy import OnPartition, OpCall, Strategy, along, partial
 from shardcompile.ops.view.rule import local_shape_at
+from shardcompile.sharding import IntLike, Layout, Partition, in_stretches
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 def match_dims(src: Sequence[IntLike], dst: Sequence[IntLike]) -> list[tuple[list[int], list[int]]]:
     """Groups of input and output dims of a view that hold the same elements, as small as possible.
 
-    Dims of extent 1 form groups of their own. A symbolic extent pairs with an equal one only.
+    Dims of size 1 form groups of their own. A symbolic size pairs with an equal one only.
     """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -73,16 +73,16 @@ def _smaller(a: IntLike, b: IntLike) -> bool:
 def resolved_shape(shape: Sequence[IntLike], numel: IntLike) -> list[IntLike]:
     """A shape with its -1 replaced."""
     known: IntLike = 1
-    for extent in shape:
-        if not (isinstance(extent, int) and extent == -1):
-            known = known * extent
+    for size in shape:
+        if not (isinstance(size, int) and size == -1):
+            known = known * size
     return [numel // known if isinstance(e, int) and e == -1 else e for e in shape]
 
 
 def _numel(shape: Sequence[IntLike]) -> IntLike:
     total: IntLike = 1
-    for extent in shape:
-        total = total * extent
+    for size in shape:
+        total = total * size
     return total
 
 
@@ -100,8 +100,8 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         return  # the view does not fit, and torch says so
     for ins, outs in _joined_ones(match_dims(src, dst)):
         if is_one(src[ins[0]]):
-            # Any would do. A view to the same shape keeps its layout. Cut dims keep their order: the fake kernel of a
-            # view that exchanged the extents of two blocks would take them for one.
+            # Any would do. A view to the same shape keeps its layout. Sharded dims keep their order: the fake kernel
+            # of a view that exchanged the sizes of two shards would take them for one.
             last = max(len(ins) - 1, 1)
             for n, i in enumerate(ins):
                 yield from (along([i], [j]) for j in sorted(outs, key=lambda j: _apart(n / last, outs, j)))
@@ -116,7 +116,7 @@ def _apart(place: float, outs: Sequence[int], out: int) -> float:
 
 
 def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
-    """Groups with dims on both sides, neighbouring dims of extent 1 in one group: any of them can stand for another."""
+    """Groups with dims on both sides, neighbouring dims of size 1 in one group: any of them can stand for another."""
     ones: tuple[list[int], list[int]] = ([], [])
     for ins, outs in [*groups, ([], [])]:
         if bool(ins) != bool(outs):
@@ -130,7 +130,7 @@ def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tupl
 
 
 def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list[int]) -> Iterable[Strategy]:
-    """A cut dim stays cut; trailing dims scale its blocks, leading ones give them rows of several stretches.
+    """A sharded dim stays sharded; trailing dims scale its shards, leading ones give them rows of several stretches.
 
     Args:
         call: the view.
@@ -150,12 +150,12 @@ def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list
         within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
         if (joins or i == o == 0) and not any(map(compat.is_unbacked, (*around, *within))):
             through = functools.partial(_through_view, around, within, joins)
-            into: OnCut | None = None
+            into: OnPartition | None = None
             if i == 0 and not is_one(within[0]):
                 into = functools.partial(in_stretches, within[0])
             elif i == o == 0:
                 whole = WholeRows.of(src[ins[0]], dst[outs[0]], around[1], within[1])
-                into = None if whole is None else functools.partial(whole.cut_like, through, layout.mesh)
+                into = None if whole is None else functools.partial(whole.shard_like, through, layout.mesh)
             yield along([ins[i]], [outs[o]], through, into)
 
 
@@ -163,15 +163,15 @@ def _leaves_segments(
     layout: Layout, dst: Sequence[IntLike], ins: Sequence[int], outs: Sequence[int], i: int, o: int
 ) -> bool:
     """Whether an output dim, sharded for an input dim, has shards of rows of several segments, or none at all."""
-    cut = layout.cuts[ins[i]]
-    segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if cut is None else cut.runs)
+    partition = layout.partitions[ins[i]]
+    segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if partition is None else partition.runs)
     before = _numel([dst[d] for d in outs[:o]])
     return not compat.statically_known_true(segments == before)
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """How the first dim of a view's input is cut so that no row of the first dim of its output is divided.
+    """How the first dim of a view's input is sharded so that no row of the first dim of its output is divided.
 
     Attributes:
         rows: rows of the input's dim that go together.
@@ -182,8 +182,8 @@ class WholeRows:
     count: IntLike
 
     @staticmethod
-    def of(extent: IntLike, out: IntLike, behind: IntLike, behind_out: IntLike) -> WholeRows | None:
-        """For a dim of `extent` and one of `out` rows, with as many elements in a row of each as is behind them.
+    def of(size: IntLike, out: IntLike, behind: IntLike, behind_out: IntLike) -> WholeRows | None:
+        """For a dim of `size` and one of `out` rows, with as many elements in a row of each as is behind them.
 
         None for symbols of which none is a multiple of the other.
         """
@@ -196,45 +196,45 @@ class WholeRows:
         else:
             return None
         exact = compat.statically_known_true(behind * rows == behind_out)
-        return WholeRows(rows, out if exact else extent // max(rows, 1))
+        return WholeRows(rows, out if exact else size // max(rows, 1))
 
-    def cut_like(self, through: OnCut, mesh: DeviceMesh, cut: Cut) -> Cut | None:
-        """The cut that gives each rank those rows together of which the first one is in its block.
+    def shard_like(self, through: OnPartition, mesh: DeviceMesh, partition: Partition) -> Partition | None:
+        """The partition that gives each rank those rows together of which the first one is in its shard.
 
-        None if the view leaves the cut as it is; if blocks are no neighbouring rows; if there are more ranks than rows
-        of the output; or if a trace would take the sizes of the new blocks for numbers, by which the graphs of the
+        None if the view leaves the sharded as it is; if shards are no neighbouring rows; if there are more ranks than
+        rows of the output; or if a trace would take the sizes of the new shards for numbers, by which the graphs of the
         ranks would differ.
         """
-        if compat.size_hint(self.rows) < 2 or not is_one(cut.runs):
+        if compat.size_hint(self.rows) < 2 or not is_one(partition.runs):
             return None
-        if compat.size_hint(self.count) < math.prod(cut.parts):
+        if compat.size_hint(self.count) < math.prod(partition.parts):
             return None
-        if through(cut) is not None:
+        if through(partition) is not None:
             return None
-        if compat.is_compiling() and cut.blocks is not None and cut.kind != "fixed":
+        if compat.is_compiling() and partition.shards is not None and partition.kind != "fixed":
             return None
         numbers = [self.count, self.rows, 1, 0, self.rows - 1, 0]
-        return replace(derive("reading", [cut], numbers, self.count, mesh)[0].scaled(self.rows), makeshift=True)
+        return replace(derive("reading", [partition], numbers, self.count, mesh)[0].scaled(self.rows), makeshift=True)
 
 
 def _through_view(
-    around: tuple[IntLike, IntLike], within: tuple[IntLike, IntLike], joins: bool, cut: Cut
-) -> Cut | None:
-    """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
-    if cut.blocks is not None and not all(isinstance(n, int) for n in (*around, *within)):
-        if cut.kind != "chunk" or not cut.is_even:
+    around: tuple[IntLike, IntLike], within: tuple[IntLike, IntLike], joins: bool, partition: Partition
+) -> Partition | None:
+    """The partition of an output dim, from that of an input dim and the sizes in front of and behind each."""
+    if partition.shards is not None and not all(isinstance(n, int) for n in (*around, *within)):
+        if partition.kind != "chunk" or not partition.is_even:
             return None  # shards of known, different sizes would become ones of symbolic sizes
-        cut = replace(cut, block=cut.blocks[0], blocks=None)
-    flat = cut.scaled(around[1]).joined(around[0])
+        partition = replace(partition, shard=partition.shards[0], shards=None)
+    flat = partition.scaled(around[1]).joined(around[0])
     if not compat.divides(within[0], flat.runs):
         return None
     flat = flat.parted(within[0])
     out = flat.unscaled(within[1])
     if out is None or (not is_one(out.runs) and not joins):
         return None
-    if cut.kind != "fixed" and not compat.divides(within[1] * flat.runs, flat.scale):
+    if partition.kind != "fixed" and not compat.divides(within[1] * flat.runs, flat.scale):
         # The sizes happen to be multiples. A trace knows no sizes, and `WholeRows` has none with fewer rows than ranks.
-        return None if compat.size_hint(out.extent) < math.prod(out.parts) else out
+        return None if compat.size_hint(out.size) < math.prod(out.parts) else out
     return out
 
 

@@ -1,7 +1,8 @@
-"""Ops along a cut dim that leave every row on its rank: slices, their gradients, what is written to them, padding.
+"""Ops along a sharded dim that leave every row on its rank: slices, their gradients, what is written to them, padding.
 
-The cut of the result follows from that of the input (`shardcompile.layout.derived`), and each rank works on rows of its
-own block. Which ones is a number in eager mode and, inside a trace, a symbol that gets its value when the graph runs.
+The partition of the result follows from that of the input (`shardcompile.sharding.derived`), and each rank works on
+rows of its local shard. Which ones is a number in eager mode and, inside a trace, a symbol that gets its value when
+the graph runs.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import block_size, derive, derive_spread
+from shardcompile.collectives import derive, derive_spread, shard_size
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Cut, IntLike, Layout, Spec, carrier_of, contiguous_stride
 from shardcompile.ops import Form, state
 from shardcompile.ops.record import Run
-from shardcompile.ops.support.blocks import Scalar, index_copy
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.local_shards import Scalar, index_copy
 from shardcompile.ops.support.strides import in_order
-from shardcompile.plan import find_plan
+from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Partition, Spec, carrier_of, contiguous_stride
 
 aten = torch.ops.aten
 _T = TypeVar("_T", bound=Tensor)
 
 
 def wrap(like: Sharded, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Sharded:
-    """A block that is nobody else's as a tensor of the class of `like`, stored in the order of the strides."""
+    """A shard that is nobody else's as a tensor of the class of `like`, stored in the order of the strides."""
     return type(like)._wrap(in_order(local, stride), Spec.of(layout, tuple(stride)))
 
 
-def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
-    """A layout with another cut of a dim, over the same mesh dims, and so another extent."""
-    shape = [cut.extent if d == dim else n for d, n in enumerate(layout.shape)]
-    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replace(layout.cuts, dim, cut))
+def with_partition(layout: Layout, dim: int, partition: Partition) -> Layout:
+    """A layout with another partition of a dim, over the same mesh dims, and so another size."""
+    shape = [partition.size if d == dim else n for d, n in enumerate(layout.shape)]
+    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replace(layout.partitions, dim, partition))
 
 
 def layout_of(x: Tensor, mesh: DeviceMesh) -> Layout:
@@ -49,47 +50,55 @@ def layout_of(x: Tensor, mesh: DeviceMesh) -> Layout:
 
 
 def moved(x: Tensor, layout: Layout) -> Tensor:
-    """The block of a sharded or plain tensor in another layout of its values."""
+    """The shard of a sharded or plain tensor in another layout of its values."""
     plan = find_plan(layout_of(x, layout.mesh), layout.with_dtype(x.dtype))
     return run_plan(plan, x._local_tensor if isinstance(x, Sharded) else x)
 
 
-def first_row(cut: Cut, layout: Layout) -> IntLike:
-    """Where this rank's block of a cut starts in the whole dim."""
-    return derive("located", [cut], [], cut.extent, layout.mesh)[1]
+def first_row(partition: Partition, layout: Layout) -> IntLike:
+    """Where this rank's local shard of a partition starts in the whole dim."""
+    return derive("located", [partition], [], partition.size, layout.mesh)[1]
 
 
-def has_known_blocks(x: Tensor) -> bool:
-    """Whether a trace takes block sizes of a sharded tensor for numbers; those of no rows are 0 on every rank.
+def has_static_sizes(x: Tensor) -> bool:
+    """Whether a trace takes shard sizes of a sharded tensor for numbers; those of no rows are 0 on every rank.
 
     Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
     collectives in the backward pass: what a rank sends must not depend on what is saved.
     """
-    cuts = x._spec.layout.cuts if isinstance(x, Sharded) else ()
+    partitions = x._spec.layout.partitions if isinstance(x, Sharded) else ()
     return any(
-        c is not None and c.is_traced and isinstance(c.block, int) and not (isinstance(c.extent, int) and c.extent == 0)
-        for c in cuts
+        c is not None and c.is_traced and isinstance(c.shard, int) and not (isinstance(c.size, int) and c.size == 0)
+        for c in partitions
     )
 
 
-def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: DeviceMesh) -> tuple[Cut, IntLike]:
-    """The cut of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's block."""
-    found, row = derive("sliced", [cut], [start, step, count], count, mesh)
-    if found.blocks is not None and cut.blocks is None:
+def sliced_partition(
+    partition: Partition, start: IntLike, step: int, count: IntLike, mesh: DeviceMesh
+) -> tuple[Partition, IntLike]:
+    """The partition of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's local
+    shard.
+    """
+    found, row = derive("sliced", [partition], [start, step, count], count, mesh)
+    if found.shards is not None and partition.shards is None:
         return found, row  # no rows at all; what is known is not made of symbols
-    if cut.core is not None and step == 1 and _surely_same((start, count), (cut.core[1], cut.core[0].extent)):
-        return cut.core[0], row
-    return found.of_rows(cut, start, step), row
+    if (
+        partition.core is not None
+        and step == 1
+        and _surely_same((start, count), (partition.core[1], partition.core[0].size))
+    ):
+        return partition.core[0], row
+    return found.of_rows(partition, start, step), row
 
 
-def base_of(cut: Cut, extent: IntLike, start: IntLike, step: int) -> Cut | None:
-    """The cut of `extent` rows that `Cut.of_rows` was given, if it was these rows of it."""
-    base = cut.origin
-    known = base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, start, step))
+def base_of(partition: Partition, size: IntLike, start: IntLike, step: int) -> Partition | None:
+    """The partition of `size` rows that `Partition.of_rows` was given, if it was these rows of it."""
+    base = partition.origin
+    known = base is not None and _surely_same((base[0].size, base[1], base[2]), (size, start, step))
     return base[0] if base is not None and known else None
 
 
-# Rows of a block
+# Rows of a shard
 
 
 def _numbers(*values: IntLike) -> bool:
@@ -97,7 +106,7 @@ def _numbers(*values: IntLike) -> bool:
 
 
 def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
-    """The numbers of rows, a plain tensor on the device of a block."""
+    """The row indices, a plain tensor on the device of a shard."""
     with compat.fake_mode_like(x):
         return torch.ops.prims.iota.default(
             count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
@@ -105,7 +114,7 @@ def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
 
 
 def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
-    """Rows of a block: a view, or inside a trace where the numbers are symbols a copy."""
+    """Rows of a shard: a view, or inside a trace where the numbers are symbols a copy."""
     if _numbers(first, count):
         return aten.slice.Tensor(x, dim, first, first + count * step, step)
     carrier, rows = carrier_of(x.dtype), positions(x, first, step, count)
@@ -115,7 +124,7 @@ def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) ->
 
 
 def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
-    """A copy of a block with other rows."""
+    """A copy of a shard with other rows."""
     if _numbers(first, count):
         return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
     return index_copy(x, dim, positions(x, first, step, count), rows)
@@ -124,18 +133,18 @@ def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, cou
 # Slices
 
 
-def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
+def begin_of(start: IntLike | None, size: IntLike) -> IntLike:
     """The row at which a slice begins: where `start` is in front of the first row, that."""
     if start is None:
         return 0
-    begin = row_of(start, extent)
-    # Asked of the global extent, so that the guard holds on all ranks or on none.
+    begin = row_of(start, size)
+    # Asked of the global size, so that the guard holds on all ranks or on none.
     return 0 if compat.guard_or_false(begin < 0) else begin
 
 
-def row_of(index: IntLike, extent: IntLike) -> IntLike:
+def row_of(index: IntLike, size: IntLike) -> IntLike:
     """The row that an index names, which counts from the end if it is negative; a guard decides that of a formula."""
-    return index + extent if compat.guard_or_false(index < 0) else index
+    return index + size if compat.guard_or_false(index < 0) else index
 
 
 def _is_of_unknown_sign(index: object) -> bool:
@@ -143,19 +152,19 @@ def _is_of_unknown_sign(index: object) -> bool:
     return compat.is_unbacked(index) and not any(map(compat.statically_known_true, (index >= 0, index < 0)))  # type: ignore[operator]
 
 
-def _row_by_run(index: Any, extent: Any, is_bound: bool) -> IntLike:
+def _row_by_run(index: Any, size: Any, is_bound: bool) -> IntLike:
     """The row that an index names, computed when the graph runs. Bounds of slices may lie outside of the rows."""
 
     def make() -> list[Any]:
         with compat.unrecorded_symbols():
-            row, whole = (torch.scalar_tensor(n, dtype=torch.int64, device="cpu") for n in (index, extent))
+            row, whole = (torch.scalar_tensor(n, dtype=torch.int64, device="cpu") for n in (index, size))
             row = torch.where(row < 0, row + whole, row)
             return [(torch.minimum(row.clamp(min=0), whole) if is_bound else row).item()]
 
-    asked = ("row", is_bound, compat.expression_of(index), compat.expression_of(extent))
+    asked = ("row", is_bound, compat.expression_of(index), compat.expression_of(size))
     row: IntLike = compat.once_in_trace(asked, make)[0]
     torch._check(row >= 0)
-    torch._check(row <= extent if is_bound else row < extent)
+    torch._check(row <= size if is_bound else row < size)
     return row
 
 
@@ -187,13 +196,13 @@ def slice_rows(
     dim = dim % x.ndim
     args = (x, dim, start, end, step)
     meta = global_meta(aten.slice.Tensor, args, {})
-    shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
+    shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
     begin = begin_of(start, x.shape[dim])
     return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
 
 def _slice(x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1) -> Tensor:
-    return NotImplemented if x._spec.layout.cuts[dim % x.ndim] is None else slice_rows(x, dim, start, end, step)
+    return NotImplemented if x._spec.layout.partitions[dim % x.ndim] is None else slice_rows(x, dim, start, end, step)
 
 
 def _decide_signs(op: OpOverload, given: Sequence[Any]) -> None:
@@ -218,10 +227,10 @@ def _view(
     stride: Sequence[IntLike],
 ) -> Sharded:
     layout = x._spec.layout
-    cut, row = sliced_cut(layout.cut_of(dim), begin, step, count, layout.mesh)
-    size = block_size(cut, layout.mesh)
-    block = take_rows(x._local_tensor, dim, row, step, size)
-    wrapped = type(x)._wrap(block, Spec.of(with_cut(layout, dim, cut), tuple(stride)))
+    partition, row = sliced_partition(layout.partition_of(dim), begin, step, count, layout.mesh)
+    size = shard_size(partition, layout.mesh)
+    shard = take_rows(x._local_tensor, dim, row, step, size)
+    wrapped = type(x)._wrap(shard, Spec.of(with_partition(layout, dim, partition), tuple(stride)))
     note_view(x, wrapped)
     if x._copied is not None or not _numbers(row, size):
         follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
@@ -231,20 +240,20 @@ def _view(
 
 
 def split(x: Sharded, size: int, dim: int = 0) -> list[Sharded]:
-    """``aten.split`` along a cut dim."""
+    """``aten.split`` along a sharded dim."""
     dim = dim % x.ndim
-    if x._spec.layout.cuts[dim] is None:
+    if x._spec.layout.partitions[dim] is None:
         return NotImplemented
     global_meta(aten.split.Tensor, (x, size, dim), {})
-    extent = x.shape[dim]
-    count = max(int(-(-extent // size)) if size else 1, 1)
+    dim_size = x.shape[dim]
+    count = max(int(-(-dim_size // size)) if size else 1, 1)
     return [slice_rows(x, dim, i * size, (i + 1) * size) for i in range(count)]
 
 
 def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list[Sharded]:
-    """``aten.split_with_sizes`` along a cut dim."""
+    """``aten.split_with_sizes`` along a sharded dim."""
     dim = dim % x.ndim
-    if x._spec.layout.cuts[dim] is None:
+    if x._spec.layout.partitions[dim] is None:
         return NotImplemented
     global_meta(aten.split_with_sizes.default, (x, sizes, dim), {})
     pieces: list[Sharded] = []
@@ -256,21 +265,21 @@ def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list
 
 
 def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
-    """``aten.select`` along a cut dim: the row goes from its rank to the others."""
+    """``aten.select`` along a sharded dim: the row goes from its rank to the others."""
     dim = dim % x.ndim
     layout = x._spec.layout
-    cut = layout.cuts[dim]
-    if cut is None:
+    partition = layout.partitions[dim]
+    if partition is None:
         return NotImplemented
     meta = global_meta(aten.select.int, (x, dim, index), {})
     at = row_of(index, x.shape[dim])
-    one, row = sliced_cut(cut, at, 1, 1, layout.mesh)
-    sliced = with_cut(layout, dim, one)
+    one, row = sliced_partition(partition, at, 1, 1, layout.mesh)
+    sliced = with_partition(layout, dim, one)
     whole = sliced.gathered(dim)
     plan = find_plan(sliced, whole)
-    size = block_size(one, layout.mesh)
+    size = shard_size(one, layout.mesh)
 
-    def block() -> Tensor:
+    def shard() -> Tensor:
         row_of_x = run_plan(plan, take_rows(x._local_tensor, dim, row, 1, size))
         return in_order(aten.squeeze.dim(row_of_x, dim), meta.stride())
 
@@ -280,10 +289,10 @@ def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
         [_lower(p, dim) for p in whole.placements],
         [layout.shape[d] for d in kept],
         layout.dtype,
-        [layout.cuts[d] for d in kept],
+        [layout.partitions[d] for d in kept],
     )
-    wrapped = wrap(x, block(), out, compat.retrace(meta.stride()))
-    follow(wrapped, aten.select.int, (x, dim, index), None, block)
+    wrapped = wrap(x, shard(), out, compat.retrace(meta.stride()))
+    follow(wrapped, aten.select.int, (x, dim, index), None, shard)
     return wrapped
 
 
@@ -295,24 +304,26 @@ def _lower(placement: Placement, dim: int) -> Placement:
 def slice_scatter(
     x: Tensor, src: Tensor, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
 ) -> Tensor:
-    """``aten.slice_scatter`` along a cut dim: each rank writes the rows that are its own."""
+    """``aten.slice_scatter`` along a sharded dim: each rank writes the rows that are its own."""
     x, src = reduced(x), reduced(src)
     dim = dim % x.ndim
-    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.partitions[dim] is None:
         return NotImplemented
     meta = global_meta(aten.slice_scatter.default, (x, src, dim, start, end, step), {})
     layout = x._spec.layout
-    cut, row = sliced_cut(layout.cut_of(dim), begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
-    rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
-    local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout.mesh))
+    partition, row = sliced_partition(
+        layout.partition_of(dim), begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh
+    )
+    rows = moved(src, with_partition(layout, dim, partition)).to(x.dtype)
+    local = write_rows(x._local_tensor, rows, dim, row, step, shard_size(partition, layout.mesh))
     return wrap(x, local, layout, compat.retrace(meta.stride()))
 
 
 def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor:
-    """``aten.select_scatter`` along a cut dim."""
+    """``aten.select_scatter`` along a sharded dim."""
     x = reduced(x)
     dim = dim % x.ndim
-    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.partitions[dim] is None:
         return NotImplemented
     global_meta(aten.select_scatter.default, (x, src, dim, index), {})
     at = row_of(index, x.shape[dim])
@@ -333,35 +344,35 @@ def reduced(x: _T) -> _T:
 def slice_backward(
     grad: Sharded, sizes: Sequence[IntLike], dim: int, start: IntLike | None, end: IntLike | None, step: int
 ) -> Tensor:
-    """The gradient of a slice along a cut dim: in the cut of what was sliced, if the gradient still tells."""
+    """The gradient of a slice along a sharded dim: in the partition of what was sliced, if the gradient still tells."""
     dim = dim % len(sizes)
-    cut = grad._spec.layout.cuts[dim]
-    if cut is None:
+    partition = grad._spec.layout.partitions[dim]
+    if partition is None:
         return NotImplemented
     meta = global_meta(aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
-    extent, begin = compat.global_extents(meta.shape)[dim], begin_of(start, sizes[dim])
-    whole = base_of(cut, extent, begin, step)
+    size, begin = compat.global_sizes(meta.shape)[dim], begin_of(start, sizes[dim])
+    whole = base_of(partition, size, begin, step)
     if whole is not None:
         _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
         return _place(grad, dim, whole, row, step, 0)
     # A slice that begins behind the last row has no rows; no guard is asked for, by which traces of it would differ.
-    return grown(grad, dim, torch.sym_min(begin, extent), step, extent, 0)
+    return grown(grad, dim, torch.sym_min(begin, size), step, size, 0)
 
 
 def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
     return all(m is n or compat.statically_known_true(m == n) for m, n in zip(a, b, strict=True))
 
 
-def grown(x: Sharded, dim: int, begin: IntLike, step: int, extent: IntLike, value: Scalar) -> Sharded:
-    """Row i of a cut dim as row ``begin + i * step`` of `extent`, the others filled with a value."""
-    cut, row = derive_spread(x._spec.layout.cut_of(dim), begin, step, extent, x._spec.layout.mesh)
-    return _place(x, dim, cut, row, step, value)
+def grown(x: Sharded, dim: int, begin: IntLike, step: int, size: IntLike, value: Scalar) -> Sharded:
+    """Row i of a sharded dim as row ``begin + i * step`` of `size`, the others filled with a value."""
+    partition, row = derive_spread(x._spec.layout.partition_of(dim), begin, step, size, x._spec.layout.mesh)
+    return _place(x, dim, partition, row, step, value)
 
 
-def _place(x: Sharded, dim: int, cut: Cut, row: IntLike, step: int, value: Scalar) -> Sharded:
+def _place(x: Sharded, dim: int, partition: Partition, row: IntLike, step: int, value: Scalar) -> Sharded:
     layout, local = x._spec.layout, x._local_tensor
-    size, count = block_size(cut, layout.mesh), local.shape[dim]
-    target = with_cut(layout, dim, cut)
+    size, count = shard_size(partition, layout.mesh), local.shape[dim]
+    target = with_partition(layout, dim, partition)
     if step == 1:
         front, behind = _rows_like(local, dim, row, value), _rows_like(local, dim, size - row - count, value)
         out = aten.cat.default([front, local, behind], dim)
@@ -376,14 +387,14 @@ def _rows_like(x: Tensor, dim: int, count: IntLike, value: Scalar) -> Tensor:
 
 
 def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
-    """``aten.constant_pad_nd`` where a padded dim is cut: the first and the last rank have more rows."""
+    """``aten.constant_pad_nd`` where a padded dim is sharded: the first and the last rank have more rows."""
     by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
     global_meta(aten.constant_pad_nd.default, (x, amounts, value), {})
-    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and not _holds_nothing(a)]
-    if not cut_dims:
+    sharded_dims = [d for d, a in by_dim.items() if x._spec.layout.partitions[d] is not None and not _holds_nothing(a)]
+    if not sharded_dims:
         return NotImplemented
     x = x if value == 0 and _sums(x) else reduced(x)
-    for d in cut_dims:
+    for d in sharded_dims:
         before, after = by_dim.pop(d)
         if _negative(before) or _negative(after):
             x = slice_rows(x, d, -before if _negative(before) else 0, after if _negative(after) else None)
@@ -412,89 +423,91 @@ def _sums(x: Sharded) -> bool:
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """``aten.cat`` along a cut dim: every rank gets as many rows as it has in all tensors together."""
+    """``aten.cat`` along a sharded dim: every rank gets as many rows as it has in all tensors together."""
     ndim = max(t.ndim for t in tensors)
     kept = [t for t in tensors if t.ndim == ndim]  # torch.cat skips tensors of shape [0]
     dim = dim % max(ndim, 1)
-    cuts = [t._spec.layout.cuts[dim] if ndim and isinstance(t, Sharded) else None for t in kept]
-    widest = max((c for c in cuts if c is not None), key=lambda c: len(c.mesh_dims), default=None)
+    partitions = [t._spec.layout.partitions[dim] if ndim and isinstance(t, Sharded) else None for t in kept]
+    widest = max((c for c in partitions if c is not None), key=lambda c: len(c.mesh_dims), default=None)
     if widest is None:
         return NotImplemented
     like = next(t for t in tensors if isinstance(t, Sharded))
     mesh = like._spec.layout.mesh
     meta = global_meta(aten.cat.default, (list(tensors), dim), {})
     parts: list[Any] = [
-        c if c is None or c.mesh_dims == widest.mesh_dims else Cut.chunk(widest.mesh_dims, widest.parts, c.extent)
-        for c in cuts
+        c if c is None or c.mesh_dims == widest.mesh_dims else Partition.chunk(widest.mesh_dims, widest.parts, c.size)
+        for c in partitions
     ]
-    extents = [t.shape[dim] for t in kept]
-    joined, pieces = _join([n if c is None else c for c, n in zip(parts, extents, strict=True)], extents, mesh)
+    sizes = [t.shape[dim] for t in kept]
+    joined, pieces = _join([n if c is None else c for c, n in zip(parts, sizes, strict=True)], sizes, mesh)
     placements, others = _common_frame(kept, dim, widest, mesh)
-    blocks = []
-    for t, cut in zip(kept, pieces, strict=True):
-        target = Layout.of(mesh, placements, t.shape, t.dtype, _replace(others, dim, cut))
-        blocks.append(moved(t, target).to(meta.dtype))
-    layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replace(others, dim, joined))
+    shards = []
+    for t, partition in zip(kept, pieces, strict=True):
+        target = Layout.of(mesh, placements, t.shape, t.dtype, _replace(others, dim, partition))
+        shards.append(moved(t, target).to(meta.dtype))
+    layout = Layout.of(mesh, placements, compat.global_sizes(meta.shape), meta.dtype, _replace(others, dim, joined))
     return wrap(
-        like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retrace(meta.stride())
+        like, _as_shard(aten.cat.default(shards, dim), dim, joined, mesh), layout, compat.retrace(meta.stride())
     )
 
 
-def _as_block(x: Tensor, dim: int, cut: Cut, mesh: DeviceMesh) -> Tensor:
-    """Inside a trace: the symbol that stands for this rank's block as the extent, in place of a sum of others.
+def _as_shard(x: Tensor, dim: int, partition: Partition, mesh: DeviceMesh) -> Tensor:
+    """Inside a trace: the symbol that stands for this rank's local shard as the size, in place of a sum of others.
 
     They are equal when the graph runs, but the compiler would not know. And the backward graph could not read the
     terms of a sum off the gradients that it is given.
     """
-    if not cut.is_traced:
+    if not partition.is_traced:
         return x
-    shape = [block_size(cut, mesh) if d == dim else n for d, n in enumerate(x.shape)]
+    shape = [shard_size(partition, mesh) if d == dim else n for d, n in enumerate(x.shape)]
     dense = x.contiguous()
     return aten.as_strided.default(dense, shape, contiguous_stride(shape))
 
 
-def _replace(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut | None]:
-    return [cut if d == dim else c for d, c in enumerate(cuts)]
+def _replace(partitions: Sequence[Partition | None], dim: int, partition: Partition | None) -> list[Partition | None]:
+    return [partition if d == dim else c for d, c in enumerate(partitions)]
 
 
-def _join(cuts: Sequence[Cut | IntLike], extents: Sequence[IntLike], mesh: DeviceMesh) -> tuple[Cut, list[Cut]]:
-    """The cut of tensors one after the other, and what each of them has to be cut like."""
-    total: IntLike = sum(extents)
-    joined, _ = derive("joined", cuts, [], total, mesh)
-    divided = [c for c in cuts if isinstance(c, Cut)]
-    pieces: list[Cut] = []
+def _join(
+    partitions: Sequence[Partition | IntLike], sizes: Sequence[IntLike], mesh: DeviceMesh
+) -> tuple[Partition, list[Partition]]:
+    """The partition of tensors one after the other, and what each of them has to be sharded like."""
+    total: IntLike = sum(sizes)
+    joined, _ = derive("joined", partitions, [], total, mesh)
+    divided = [c for c in partitions if isinstance(c, Partition)]
+    pieces: list[Partition] = []
     start: IntLike = 0
-    for cut, extent in zip(cuts, extents, strict=True):
-        if isinstance(cut, Cut) and len(divided) == 1:
-            pieces.append(cut)  # stays where it is
+    for partition, size in zip(partitions, sizes, strict=True):
+        if isinstance(partition, Partition) and len(divided) == 1:
+            pieces.append(partition)  # stays where it is
         else:
-            pieces.append(sliced_cut(joined, start, 1, extent, mesh)[0])
-        start = start + extent
+            pieces.append(sliced_partition(joined, start, 1, size, mesh)[0])
+        start = start + size
     return joined, pieces
 
 
 def _common_frame(
-    tensors: Sequence[Tensor], dim: int, cut: Cut, mesh: DeviceMesh
-) -> tuple[list[Placement], list[Cut | None]]:
-    """Placements, and cuts of the other dims, to which all tensors are brought."""
+    tensors: Sequence[Tensor], dim: int, partition: Partition, mesh: DeviceMesh
+) -> tuple[list[Placement], list[Partition | None]]:
+    """Placements, and partitions of the other dims, to which all tensors are brought."""
     placements: list[Placement] = [Replicate()] * len(mesh.shape)
-    cuts: list[Cut | None] = [None] * tensors[0].ndim
-    for m in cut.mesh_dims:
+    partitions: list[Partition | None] = [None] * tensors[0].ndim
+    for m in partition.mesh_dims:
         placements[m] = torch.distributed.tensor.Shard(dim)
     layouts = [t._spec.layout for t in tensors if isinstance(t, Sharded)]
-    free = {m for m in range(len(mesh.shape)) if m not in cut.mesh_dims}
+    free = {m for m in range(len(mesh.shape)) if m not in partition.mesh_dims}
     for m in sorted(free):
         now = [x.placements[m] for x in layouts]
         if len(layouts) == len(tensors) and all(p == now[0] and p.is_partial() for p in now):
             placements[m] = now[0]
     for layout in layouts:
-        for d, c in enumerate(layout.cuts):
-            if d != dim and c is not None and cuts[d] is None and set(c.mesh_dims) <= free:
-                cuts[d] = c
+        for d, c in enumerate(layout.partitions):
+            if d != dim and c is not None and partitions[d] is None and set(c.mesh_dims) <= free:
+                partitions[d] = c
                 free -= set(c.mesh_dims)
                 for m in c.mesh_dims:
                     placements[m] = torch.distributed.tensor.Shard(d)
-    return placements, cuts
+    return placements, partitions
 
 
 state(aten.slice.Tensor, sharded=_by_rows(aten.slice.Tensor, _slice, 2, 2), check=_decide_signs)
@@ -506,4 +519,4 @@ state(aten.split.Tensor, sharded=split)
 state(aten.split_with_sizes.default, sharded=split_with_sizes)
 state(aten.constant_pad_nd.default, sharded=pad)
 state(aten.cat.default, sharded=cat)
-state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values
+state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where sizes depend on values

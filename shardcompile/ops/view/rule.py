@@ -9,11 +9,11 @@ import torch
 
 from shardcompile import compat
 from shardcompile.compat import is_one
-from shardcompile.layout import IntLike, Layout, dense_stride
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
+from shardcompile.sharding import IntLike, Layout, dense_stride
 
 aten = torch.ops.aten
 LocalShape = Callable[[Layout], tuple[Any, ...]]
@@ -42,7 +42,7 @@ def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:
 def _expand(call: OpCall) -> Iterable[Strategy]:
     src, shape = call.tensors[0].shape, call.args[1]
     new = len(shape) - len(src)
-    stretched = [is_stretched(extent, shape[d + new]) for d, extent in enumerate(src)]
+    stretched = [is_stretched(size, shape[d + new]) for d, size in enumerate(src)]
     kept = [along([d], [d + new]) for d in range(len(src)) if not stretched[d]]
     grows = any(not is_one(e) for e in shape[:new]) or any(stretched)
     # A term that is spread out is reduced first: afterwards the reduction would move every copy.
@@ -73,7 +73,7 @@ register([aten.transpose.int], _permutation(_swap))
 register(aten.t.default, _permutation(lambda call: list(reversed(range(call.tensors[0].ndim)))))
 
 
-# Dims of extent 1
+# Dims of size 1
 
 
 def _unsqueeze(call: OpCall) -> Iterable[Strategy]:
@@ -83,7 +83,7 @@ def _unsqueeze(call: OpCall) -> Iterable[Strategy]:
 
 
 def _squeezed_dims(call: OpCall) -> list[int]:
-    """The dims that go: those named, or all, as far as they have extent 1."""
+    """The dims that go: those named, or all, as far as they have size 1."""
     shape, dims = call.tensors[0].shape, call.arg(1, "dim")
     ndim = len(shape)
     which = range(ndim) if dims is None else [d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
@@ -99,7 +99,7 @@ def _squeeze(call: OpCall) -> Iterable[Strategy]:
 def _squeeze_locally(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[object, ...]:
-    """A block of one row is not a dim of extent 1: name the dims that go."""
+    """A shard of one row is not a dim of size 1: name the dims that go."""
     return (args[0], _squeezed_dims(call))
 
 
@@ -111,7 +111,7 @@ register([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _squeeze, 
 
 
 def _pairs(call: OpCall) -> Iterable[Strategy]:
-    """Any dim of the complex tensor may be cut; the pairs are a further one."""
+    """Any dim of the complex tensor may be sharded; the pairs are a further one."""
     ndim = call.tensors[0].ndim - ("view_as_complex" in call.op._schema.name)
     return [*(along([d], [d]) for d in range(ndim)), *(partial([op], [op]) for op in ("sum", "avg"))]
 
@@ -123,7 +123,7 @@ register([aten.view_as_real.default, aten.view_as_complex.default], _pairs)
 
 
 def _other_dims(dim_at: int, default: int, removed: bool = False) -> Any:
-    """Any dim but ``dim`` may be cut; `removed` if ``dim`` is not in the output."""
+    """Any dim but ``dim`` may be sharded; `removed` if ``dim`` is not in the output."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = call.tensors[0].ndim
@@ -144,19 +144,19 @@ def _slice(call: OpCall) -> Iterable[Strategy]:
     return passing(along([d], [d]) for d in range(tensor.ndim) if d != dim or whole)
 
 
-def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
+def _keeps_all(size: IntLike, start: Any, end: Any, step: Any) -> bool:
     """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
     if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
         return False
-    return end is None or (isinstance(end, int) and end >= 2**62) or compat.statically_known_true(end >= extent)
+    return end is None or (isinstance(end, int) and end >= 2**62) or compat.statically_known_true(end >= size)
 
 
 def _slice_locally(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
-    """The whole of a cut dim is the whole of each block, whatever the global end was."""
+    """The whole of a sharded dim is the whole of each shard, whatever the global end was."""
     dim = call.arg(1, "dim", 0) % call.tensors[0].ndim
-    return args if outputs[0].cuts[dim] is None else (args[0], dim, 0, 2**63 - 1, 1)
+    return args if outputs[0].partitions[dim] is None else (args[0], dim, 0, 2**63 - 1, 1)
 
 
 def _unfold(call: OpCall) -> Iterable[Strategy]:
@@ -179,7 +179,7 @@ register([aten.split.Tensor, aten.split_with_sizes.default], _other_dims(2, 0))
 
 
 def _spread_back(dim_at: int, added: bool) -> Any:
-    """The gradient of a slice or select: any dim but ``dim`` may be cut."""
+    """The gradient of a slice or select: any dim but ``dim`` may be sharded."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = len(call.args[1])
@@ -191,7 +191,7 @@ def _spread_back(dim_at: int, added: bool) -> Any:
 
 
 def _slice_back(call: OpCall) -> Iterable[Strategy]:
-    """The gradient of a slice; of one that keeps every row it is cut like the gradient."""
+    """The gradient of a slice; of one that keeps every row it is sharded like the gradient."""
     yield from _spread_back(2, added=False)(call)
     sizes, dim, *rows = call.args[1:6]
     if sizes and _keeps_all(sizes[dim % len(sizes)], *rows):
@@ -202,7 +202,7 @@ def _slice_back_locally(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
     dim = call.args[2] % max(len(call.args[1]), 1)
-    rows = args[3:] if not call.args[1] or outputs[0].cuts[dim] is None else (0, 2**63 - 1, 1)
+    rows = args[3:] if not call.args[1] or outputs[0].partitions[dim] is None else (0, 2**63 - 1, 1)
     return (args[0], list(shape(outputs[0])), args[2], *rows)
 
 
@@ -211,7 +211,7 @@ register(aten.select_backward.default, _spread_back(2, added=True), local_shape_
 
 
 def _scatter_into(removed: bool) -> Any:
-    """A tensor with a slice, or a selected row, replaced: any dim but ``dim`` may be cut, alike in both."""
+    """A tensor with a slice, or a selected row, replaced: any dim but ``dim`` may be sharded, alike in both."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         target, source = call.tensors
@@ -259,7 +259,7 @@ def _cat(call: OpCall) -> Iterable[Strategy]:
     count = len(call.tensors)
     ndim = max(t.ndim for t in call.tensors)
     if any(t.ndim != ndim for t in call.tensors) or not ndim:
-        return  # torch.cat skips empty tensors of shape [0]; they have no dim to cut
+        return  # torch.cat skips empty tensors of shape [0]; they have no dim to shard
     dim = call.arg(1, "dim", 0) % ndim
     yield from (along([d] * count, [d]) for d in range(ndim) if d != dim)
     yield from (partial([op] * count, [op]) for op in REDUCE_OPS)
@@ -274,7 +274,7 @@ def _stack(call: OpCall) -> Iterable[Strategy]:
 
 
 def _pad(call: OpCall) -> Iterable[Strategy]:
-    """Dims that are not padded may be cut."""
+    """Dims that are not padded may be sharded."""
     ndim = call.tensors[0].ndim
     amounts = call.args[1]
     padded = {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if not (isinstance(amount, int) and amount == 0)}
@@ -289,7 +289,7 @@ register(aten.stack.default, _stack)
 
 
 def _triangle(call: OpCall) -> Iterable[Strategy]:
-    """Dims of the batch may be cut."""
+    """Dims of the batch may be sharded."""
     yield from (along([d], [d]) for d in range(call.tensors[0].ndim - 2))
     yield from (partial([op], [op]) for op in ("sum", "avg"))
 
@@ -301,25 +301,25 @@ register([aten.tril.default, aten.triu.default], _triangle)
 
 
 def _new(call: OpCall) -> Iterable[Strategy]:
-    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter.
+    """Sharded like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter.
 
-    A tensor with as many rows as the one that was looked up in is cut like that one. A column beside what was looked up
-    is cut like what was looked up.
+    A tensor with as many rows as the one that was looked up in is sharded like that one. A column beside what was
+    looked up is sharded like what was looked up.
 
     Eager code sees numbers, and cannot tell a literal size from one that was read off a tensor. So that compiled code
     decides alike, it compares a symbol with a literal, too, and installs a guard.
     """
     src, shape = call.tensors[0].shape, call.args[1]
     alike = len(src) == len(shape)
-    for dim, cut in enumerate(call.tensors[0].layout.cuts):
-        if cut is None:
+    for dim, partition in enumerate(call.tensors[0].layout.partitions):
+        if partition is None:
             continue  # it leaves nothing to decide
         at = dim if alike else 0
-        named = cut.rows is not None and (alike or len(shape) == 1)
+        named = partition.rows is not None and (alike or len(shape) == 1)
         if (alike or named) and compat.same_symbol(src[dim], shape[at]):
             yield along([dim], [at])
-        elif named and cut.named_rows(shape[at]) is not None:
-            yield along([dim], [at], on_cut=lambda cut: cut.rows)
+        elif named and partition.named_rows(shape[at]) is not None:
+            yield along([dim], [at], on_partition=lambda partition: partition.rows)
         else:
             yield along([dim], [None])
     yield from (partial([op], [None]) for op in REDUCE_OPS)
@@ -328,7 +328,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
 def _new_strided_locally(
     call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[object, ...]:
-    """A block is dense, its dims in the order that the global strides state."""
+    """A shard is dense, its dims in the order that the global strides state."""
     local = shape(outputs[0])
     return (args[0], list(local), list(dense_stride(local, args[2])), *args[3:])
 

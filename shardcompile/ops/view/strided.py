@@ -10,14 +10,14 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec, carrier_of
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.plan import find_plan
+from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Spec, carrier_of
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def _start_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
 
 def _as_views(x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike]) -> Tensor | None:
     """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
-    # A trace must not take a cut extent for the number that it is compared with.
+    # A trace must not take a partition size for the number that it is compared with.
     same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.statically_known_true(a == b)
     left = list(range(x.ndim))
     kept: list[int] = []
@@ -100,7 +100,7 @@ def strided_view(op: OpOverload) -> Run:
     def view(x: Sharded, *args: object) -> Tensor:
         meta = global_meta(op, (x, *args), {})
         (start,) = compat.retrace([meta.storage_offset()])
-        return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retrace(meta.stride()), start)
+        return _strided_whole(x, op, args, compat.global_sizes(meta.shape), compat.retrace(meta.stride()), start)
 
     return view
 
@@ -151,7 +151,7 @@ def _strided_whole(
     def strided(local: Tensor) -> Tensor:
         if type(local) is not Tensor and op is aten.diagonal.default:
             # Functionalization (2.11 - 2.15) refuses to write to an `as_strided` of a view. What torch's own asks of
-            # extents `global_meta` has asked of the same ones; where a block starts is none of a trace's business.
+            # sizes `global_meta` has asked of the same ones; where a shard starts is none of a trace's business.
             with compat.without_guards(local):
                 return op(local, *args)
         first = None if _is_zero(start) else start + local.storage_offset()

@@ -1,4 +1,4 @@
-"""Interpolation along cut spatial dims.
+"""Interpolation along sharded spatial dims.
 
 The nearest element of a grid that is coarser by whole factors is on the same rank. Of the two between which a linear
 interpolation takes place one may be on another: it is fetched, as the windows of a convolution are.
@@ -16,14 +16,14 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import Window
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import has_known_blocks, positions
+from shardcompile.ops.view.rows import has_static_sizes, positions
 from shardcompile.ops.window.sharded import Windows
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
@@ -44,12 +44,12 @@ def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) ->
 
     Args:
         x: the coarse grid.
-        output_size: extents of the fine grid.
+        output_size: sizes of the fine grid.
         scales: by which it is said to be finer.
     """
     first = x.ndim - len(output_size)
     factors = _factors(x.shape[first:], output_size, scales)
-    if factors is None or has_known_blocks(x):
+    if factors is None or has_static_sizes(x):
         return NotImplemented
     shape = list(x.shape[:first])
     for n, factor in zip(x.shape[first:], factors, strict=True):
@@ -66,10 +66,10 @@ def _nearest_backward(
 ) -> Tensor:
     first = grad.ndim - len(output_size)
     factors = _factors(input_size[first:], output_size, scales)
-    if factors is None or has_known_blocks(grad):
+    if factors is None or has_static_sizes(grad):
         return NotImplemented
-    cuts = grad._spec.layout.cuts[first:]
-    if any(c is not None and c.unscaled(f) is None for c, f in zip(cuts, factors, strict=True)):
+    partitions = grad._spec.layout.partitions[first:]
+    if any(c is not None and c.unscaled(f) is None for c, f in zip(partitions, factors, strict=True)):
         return NotImplemented
     for d, factor in enumerate(factors, first):
         grad = grad.unflatten(d, (input_size[d], factor)).sum(d + 1)
@@ -109,7 +109,7 @@ def _window_back(coarse: IntLike, fine: IntLike, align: bool) -> Window:
 
 
 def _is_linear(coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, scales: Sequence[float | None]) -> bool:
-    """Whether the places follow from the extents of both grids, which a stated scale may contradict."""
+    """Whether the places follow from the sizes of both grids, which a stated scale may contradict."""
     if align:
         return all(bool(n > 1) for n in (*coarse, *fine))
     given = itertools.zip_longest(coarse, fine, scales)
@@ -123,16 +123,16 @@ def _linear(op: OpOverload) -> Run:
         if not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
         pairs = list(zip(coarse, output_size, strict=True))
-        windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.global_extents(meta.shape), True)
+        windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True)
         if windows is None:
             return NotImplemented
-        block = widened(windows.fetch(x))
+        shard = widened(windows.fetch(x))
         for d, (n, m) in enumerate(pairs, x.ndim - len(pairs)):
             first, start, count = _own(windows, d, m)
-            low, high, part = _places(positions(block, first, 1, count), n, m, align, block.dtype)
+            low, high, part = _places(positions(shard, first, 1, count), n, m, align, shard.dtype)
             part = part.reshape(-1, *[1] * (x.ndim - d - 1))
-            block = block.index_select(d, low - start) * (1 - part) + block.index_select(d, high - start) * part
-        return windows.result(block.to(x.dtype), meta.stride(), x)
+            shard = shard.index_select(d, low - start) * (1 - part) + shard.index_select(d, high - start) * part
+        return windows.result(shard.to(x.dtype), meta.stride(), x)
 
     return run
 
@@ -146,33 +146,31 @@ def _linear_backward(op: OpOverload) -> Run:
         if not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
         pairs = list(zip(coarse, output_size, strict=True))
-        windows = Windows.of(
-            grad, [_window_back(n, m, align) for n, m in pairs], compat.global_extents(meta.shape), True
-        )
+        windows = Windows.of(grad, [_window_back(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True)
         if windows is None:
             return NotImplemented
-        block = widened(windows.fetch(grad))
+        shard = widened(windows.fetch(grad))
         for d, (n, m) in enumerate(pairs, grad.ndim - len(pairs)):
             first, start, count = _own(windows, d, n)
-            rows = positions(block, start, 1, block.shape[d])
-            low, high, part = _places(rows, n, m, align, block.dtype)
-            out = block.new_zeros([count if e == d else s for e, s in enumerate(block.shape)])
+            rows = positions(shard, start, 1, shard.shape[d])
+            low, high, part = _places(rows, n, m, align, shard.dtype)
+            out = shard.new_zeros([count if e == d else s for e, s in enumerate(shard.shape)])
             for row, weight in ((low - first, 1 - part), (high - first, part)):
                 # Rows of the other grid that read rows of another rank, too, and rows that there are not.
                 ours = (row >= 0) & (row < count) & (rows >= 0) & (rows < m)
                 weight = torch.where(ours, weight, 0).reshape(-1, *[1] * (grad.ndim - d - 1))
-                out = out.index_add(d, torch.where(ours, row, 0), block * weight)
-            block = out
-        return windows.result(block.to(grad.dtype), meta.stride(), grad)
+                out = out.index_add(d, torch.where(ours, row, 0), shard * weight)
+            shard = out
+        return windows.result(shard.to(grad.dtype), meta.stride(), grad)
 
     return run
 
 
-def _own(windows: Windows, dim: int, extent: IntLike) -> tuple[Any, Any, Any]:
+def _own(windows: Windows, dim: int, size: IntLike) -> tuple[Any, Any, Any]:
     """The first row of the result on this rank, the first row that is read for it, and how many rows the result has."""
     reads = next((r for r in windows.reads if r.dim == dim), None)
     if reads is None:
-        return 0, 0, extent
+        return 0, 0, size
     first = reads.first
     return first, reads.window.first_read(first), reads.count
 

@@ -1,7 +1,8 @@
-"""Convolution and pooling of a block that comes with all rows that its windows read.
+"""Convolution and pooling of a shard that comes with all rows that its windows read.
 
-Ops of our own, because a block may be empty, which torch's kernels refuse, and because whether it is must not be asked
-while tracing. Along the cut dims windows start at the block's first row and end at its last: nothing is padded there.
+Ops of our own, because a shard may be empty, which torch's kernels refuse, and because whether it is must not be asked
+while tracing. Along the sharded dims windows start at the shard's first row and end at its last: nothing is padded
+there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _CONVOLUTION = (
 )
 _POOL = "int[] kernel, int[] stride, int[] padding"
 for _schema in (
-    f"convolution(Tensor x, Tensor weight, Tensor? bias, {_CONVOLUTION}, *, SymInt[] size, int[] cut, "
+    f"convolution(Tensor x, Tensor weight, Tensor? bias, {_CONVOLUTION}, *, SymInt[] size, int[] partition, "
     "SymInt[] skipped, bool channels_last) -> Tensor",
     f"convolution_backward(Tensor grad, Tensor x, Tensor weight, SymInt[]? bias, {_CONVOLUTION}, bool[] wanted, *, "
-    "int[] cut, SymInt[] skipped, bool channels_last) -> (Tensor, Tensor, Tensor)",
+    "int[] partition, SymInt[] skipped, bool channels_last) -> (Tensor, Tensor, Tensor)",
     f"max_pool(Tensor x, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, SymInt[] whole, "
     "SymInt[] first) -> (Tensor, Tensor)",
     f"max_pool_backward(Tensor grad, Tensor indices, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, "
@@ -39,26 +40,32 @@ def _format(x: Tensor, channels_last: bool) -> torch.memory_format:
     return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
 
 
-def _without(values: Sequence[int], cut: Sequence[int]) -> list[int]:
-    return [0 if d in cut else v for d, v in enumerate(values)]
+def _without(values: Sequence[int], partition: Sequence[int]) -> list[int]:
+    return [0 if d in partition else v for d, v in enumerate(values)]
 
 
 # Convolution
 
 
-def _window_of(x: Tensor, skipped: Sequence[int], cut: Sequence[int], size: Sequence[int]) -> Tensor:
+def _window_of(x: Tensor, skipped: Sequence[int], partition: Sequence[int], size: Sequence[int]) -> Tensor:
     """This rank's rows of the transposed convolution of all rows that are read."""
-    for d, start in zip(cut, skipped, strict=False):
+    for d, start in zip(partition, skipped, strict=False):
         x = x.narrow(d + 2, start, size[d + 2])
     return x
 
 
 def _behind(
-    output_padding: Sequence[int], cut: Sequence[int], weight: Tensor, stride: Sequence[int], dilation: Sequence[int]
+    output_padding: Sequence[int],
+    partition: Sequence[int],
+    weight: Tensor,
+    stride: Sequence[int],
+    dilation: Sequence[int],
 ) -> list[int]:
-    """Output padding: along the cut dims as far as the next window would begin, if windows are less than a stride."""
+    """Output padding: along the sharded dims as far as the next window would begin, if windows are less than a
+    stride.
+    """
     reaches = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
-    return [max(stride[d] - 1 - reaches[d], 0) if d in cut else n for d, n in enumerate(output_padding)]
+    return [max(stride[d] - 1 - reaches[d], 0) if d in partition else n for d, n in enumerate(output_padding)]
 
 
 def _convolution(
@@ -73,7 +80,7 @@ def _convolution(
     groups: int,
     *,
     size: list[int],
-    cut: list[int],
+    partition: list[int],
     skipped: list[int],
     channels_last: bool,
 ) -> Tensor:
@@ -83,10 +90,10 @@ def _convolution(
         if bias is not None:
             out += bias.reshape(-1, *[1] * (x.ndim - 2))
         return out.contiguous(memory_format=layout)
-    output_padding = _behind(output_padding, cut, weight, stride, dilation) if transposed else output_padding
-    options = (_without(padding, cut), dilation, transposed, output_padding, groups)
+    output_padding = _behind(output_padding, partition, weight, stride, dilation) if transposed else output_padding
+    options = (_without(padding, partition), dilation, transposed, output_padding, groups)
     out = aten.convolution.default(x, weight, bias, stride, *options)
-    return _window_of(out, skipped, cut, size).contiguous(memory_format=layout)
+    return _window_of(out, skipped, partition, size).contiguous(memory_format=layout)
 
 
 def _convolution_backward(
@@ -102,7 +109,7 @@ def _convolution_backward(
     groups: int,
     wanted: list[bool],
     *,
-    cut: list[int],
+    partition: list[int],
     skipped: list[int],
     channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,15 +120,15 @@ def _convolution_backward(
         grads = (torch.zeros_like(x), torch.zeros_like(weight), sums)
     else:
         if transposed:
-            output_padding = _behind(output_padding, cut, weight, stride, dilation)
+            output_padding = _behind(output_padding, partition, weight, stride, dilation)
             whole = list(grad.shape)
-            for d in cut:
+            for d in partition:
                 reach = dilation[d] * (weight.shape[d + 2] - 1)
                 whole[d + 2] = (x.shape[d + 2] - 1) * stride[d] + reach + 1 + output_padding[d]
             embedded = grad.new_zeros(whole)
-            _window_of(embedded, skipped, cut, grad.shape).copy_(grad)
+            _window_of(embedded, skipped, partition, grad.shape).copy_(grad)
             grad = embedded
-        options = (_without(padding, cut), dilation, transposed, output_padding, groups)
+        options = (_without(padding, partition), dilation, transposed, output_padding, groups)
         grads = aten.convolution_backward.default(grad, x, weight, channels, stride, *options, wanted)
     empty = grad.new_empty(0)
     grad_x, grad_weight, grad_bias = (g if w else empty for g, w in zip(grads, wanted, strict=True))
@@ -150,23 +157,23 @@ def _fake_convolution_backward(
 
 
 def _renumber(
-    indices: Tensor, extents: Sequence[int], others: Sequence[int], shifts: Sequence[int], lowest: int | None
+    indices: Tensor, sizes: Sequence[int], others: Sequence[int], shifts: Sequence[int], lowest: int | None
 ) -> Tensor:
     """Numbers of elements of a plane as those of another, of which the first one's origin is at `shifts`.
 
     Args:
         indices: numbers, row by row.
-        extents: of the plane that they count.
+        sizes: of the plane that they count.
         others: of the other plane.
         shifts: what is added to the place along each dim.
         lowest: no place becomes less than this.
     """
     out = torch.zeros_like(indices)
     factor, run = 1, 1
-    for extent, other, shift in reversed(list(zip(extents, others, shifts, strict=True))):
-        place = indices // factor % extent + shift
+    for size, other, shift in reversed(list(zip(sizes, others, shifts, strict=True))):
+        place = indices // factor % size + shift
         out += (place if lowest is None else place.clamp(min=lowest)) * run
-        factor, run = factor * extent, run * other
+        factor, run = factor * size, run * other
     return out
 
 
@@ -257,23 +264,23 @@ for _name, _real, _fake in (
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
 
 convolution = torch.ops.shardcompile.convolution.default
-"""``aten.convolution`` of a block. `size` is its shape, and `cut` the spatial dims that are cut. `skipped` has for
-each of them the rows of a transposed convolution that come before the block (else it is empty). `channels_last` says
-how it is stored.
+"""``aten.convolution`` of a shard. `size` is its shape, and `partition` the spatial dims that are sharded. `skipped`
+has for each of them the rows of a transposed convolution that come before the shard (else it is empty).
+`channels_last` says how it is stored.
 """
 
 convolution_backward = torch.ops.shardcompile.convolution_backward.default
-"""``aten.convolution_backward`` of a block; empty tensors for what is not wanted."""
+"""``aten.convolution_backward`` of a shard; empty tensors for what is not wanted."""
 
 max_pool = torch.ops.shardcompile.max_pool.default
-"""The maximum of every window and its number in the plane: `size` is the block's shape, `whole` are the plane's
-extents, and `first` the place of the block's first element in the plane."""
+"""The maximum of every window and its number in the plane: `size` is the shard's shape, `whole` are the plane's
+sizes, and `first` the place of the shard's first element in the plane."""
 
 max_pool_backward = torch.ops.shardcompile.max_pool_backward.default
 """Its gradient; `size` is the shape of what was read."""
 
 sum_pool = torch.ops.shardcompile.sum_pool.default
-"""The sum of every window divided by a number: `size` is the block's shape."""
+"""The sum of every window divided by a number: `size` is the shard's shape."""
 
 sum_pool_backward = torch.ops.shardcompile.sum_pool_backward.default
 """Its gradient; `size` is the shape of what was read."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
-from shardcompile.ops.support.blocks import may_be_empty, view_block
+from shardcompile.ops.support.local_shards import may_be_empty, view_shard
 from shardcompile.ops.window.rule import per_channel
+from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 
@@ -69,15 +69,15 @@ def _per_channel(op: Callable[..., Any], spatial: int) -> Run:
 
         def merged(a: object) -> object:
             if isinstance(a, Tensor):
-                return view_block(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
+                return view_shard(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
             if isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial:  # a shape
                 return [math.prod(a[:-spatial]), 1, *a[-spatial:]]
             return a
 
         out = op(merged(x), *map(merged, args), **kwargs)
         if isinstance(out, Tensor):
-            return view_block(out, [*leading, *out.shape[-spatial:]])
-        return tuple(view_block(o, [*leading, *o.shape[-spatial:]]) for o in out)
+            return view_shard(out, [*leading, *out.shape[-spatial:]])
+        return tuple(view_shard(o, [*leading, *o.shape[-spatial:]]) for o in out)
 
     return local
 

@@ -1,6 +1,6 @@
 """Convolution, pooling, interpolation and sampling: samples of a batch are independent, and mostly channels are, too.
 
-Along a spatial dim windows reach over the edges of blocks; a tensor that is cut there is gathered.
+Along a spatial dim windows reach over the edges of shards; a tensor that is sharded there is gathered.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardcompile.ops.view.rule import local_shape_at
 aten = torch.ops.aten
 
 
-def _cut_leading(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
-    """Every dim in front of the spatial ones may be cut, alike in all tensors."""
+def _leading_is_sharded(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
+    """Every dim in front of the spatial ones may be sharded, alike in all tensors."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         outputs = len(call.op._schema.returns)
@@ -33,7 +33,7 @@ def _linear(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
     """The same for an op that is linear in its only tensor."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
-        yield from _cut_leading(spatial)(call)
+        yield from _leading_is_sharded(spatial)(call)
         yield from (partial([op], [op]) for op in ("sum", "avg"))
 
     return rule
@@ -71,7 +71,7 @@ for _op, _spatial in {
     aten.max_unpool2d.default: 2,
     aten.max_unpool3d.default: 3,
 }.items():
-    register(_op, (_linear if _is_linear(_op._schema.name) else _cut_leading)(_spatial))
+    register(_op, (_linear if _is_linear(_op._schema.name) else _leading_is_sharded)(_spatial))
     state(_op, spatial=_spatial)
 
 # Their gradients; all tensors are alike but for the spatial dims.
@@ -85,7 +85,7 @@ for _op, _spatial in {
     aten.adaptive_max_pool2d_backward.default: 2,
     aten.adaptive_max_pool3d_backward.default: 3,
 }.items():
-    register(_op, _cut_leading(_spatial))
+    register(_op, _leading_is_sharded(_spatial))
     state(_op, spatial=_spatial)
 
 # Gradients of interpolation; argument 2 is the shape of the input.
@@ -119,7 +119,7 @@ def _windows(call: OpCall) -> Iterable[Strategy]:
     if channels:
         yield along([0], [0])
     size = math.prod(call.arg(1 if packs else 2, "kernel_size"))
-    yield along([channels], [channels], lambda cut: cut.scaled(size) if packs else cut.unscaled(size))
+    yield along([channels], [channels], lambda partition: partition.scaled(size) if packs else partition.unscaled(size))
     yield from (partial([op], [op]) for op in ("sum", "avg"))
 
 

@@ -1,8 +1,9 @@
-"""Convolution and pooling along cut spatial dims: every rank fetches the rows that its windows reach over its edges.
+"""Convolution and pooling along sharded spatial dims: every rank fetches the rows that its windows reach over its
+edges.
 
-The result is cut where the input is: a row of it is computed by the rank that has the middle of its window. In the
+The result is sharded where the input is: a row of it is computed by the rank that has the middle of its window. In the
 backward pass the gradients of rows that were fetched go back and are added where they came from. Several spatial dims
-may be cut, over one mesh dim each; corners then come along with the rows of the other dim.
+may be sharded, over one mesh dim each; corners then come along with the rows of the other dim.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Reads, Window, block_shape
+from shardcompile.collectives import Reads, Window, local_shape_of
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import has_known_blocks, moved, with_cut, wrap
-from shardcompile.ops.window import kernels as window_blocks
+from shardcompile.ops.view.rows import has_static_sizes, moved, with_partition, wrap
+from shardcompile.ops.window import kernels as window_shards
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, contiguous_stride
 
 aten = torch.ops.aten
 
@@ -37,8 +38,8 @@ class Windows:
     """What is read for a result, along all dims.
 
     Attributes:
-        layout: in which the input's blocks are needed.
-        reads: along every cut spatial dim.
+        layout: in which the input's shards are needed.
+        reads: along every sharded spatial dim.
         spatial: number of spatial dims, which are the last ones.
         shape: global shape of the result.
     """
@@ -50,25 +51,25 @@ class Windows:
 
     @staticmethod
     def of(x: Tensor, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
-        """What is read of a sharded tensor; None if nothing is cut, or in a way that has to be gathered.
+        """What is read of a sharded tensor; None if nothing is sharded, or in a way that has to be gathered.
 
         Args:
             x: the input.
             windows: for every spatial dim.
             shape: global shape of the result.
-            keep_channels: whether channels may be cut, too.
+            keep_channels: whether channels may be sharded, too.
         """
         if not isinstance(x, Sharded):
             return None
         spatial, layout = len(windows), x._spec.layout
         first = x.ndim - spatial
-        cut = [d for d in range(first, x.ndim) if layout.cuts[d] is not None]
-        if not cut or any(len(layout.cut_of(d).mesh_dims) > 1 for d in cut) or has_known_blocks(x):
+        partition = [d for d in range(first, x.ndim) if layout.partitions[d] is not None]
+        if not partition or any(len(layout.partition_of(d).mesh_dims) > 1 for d in partition) or has_static_sizes(x):
             return None
         layout = layout.reduced()
-        if not keep_channels and layout.cuts[1] is not None:
+        if not keep_channels and layout.partitions[1] is not None:
             layout = layout.gathered(1)
-        reads = [Reads.of(d, layout.cut_of(d), shape[d], windows[d - first], layout.mesh) for d in cut]
+        reads = [Reads.of(d, layout.partition_of(d), shape[d], windows[d - first], layout.mesh) for d in partition]
         return Windows(layout, tuple(reads), spatial, tuple(shape))
 
     @functools.cached_property
@@ -76,40 +77,40 @@ class Windows:
         """Of the result."""
         layout = self.layout
         for r in self.reads:
-            layout = with_cut(layout, r.dim, r.cut)
+            layout = with_partition(layout, r.dim, r.partition)
         first = len(self.shape) - self.spatial
-        shape = [n if d < first or layout.cuts[d] is None else layout.shape[d] for d, n in enumerate(self.shape)]
-        return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, layout.cuts)
+        shape = [n if d < first or layout.partitions[d] is None else layout.shape[d] for d, n in enumerate(self.shape)]
+        return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, layout.partitions)
 
     @property
-    def cut(self) -> list[int]:
-        """The spatial dims that are cut, counted from the first spatial one."""
+    def partition(self) -> list[int]:
+        """The spatial dims that are sharded, counted from the first spatial one."""
         return [r.dim - len(self.shape) + self.spatial for r in self.reads]
 
     @property
     def size(self) -> list[IntLike]:
-        """Shape of a block of the result."""
-        return list(block_shape(self.out))
+        """Shape of a shard of the result."""
+        return list(local_shape_of(self.out))
 
     def without_padding(self, padding: Sequence[int]) -> list[int]:
         """Padding that is left to a kernel: none where what is read has it already."""
-        return [0 if d in self.cut else p for d, p in enumerate(padding)]
+        return [0 if d in self.partition else p for d, p in enumerate(padding)]
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """A block of the input with all rows that are read."""
-        block = moved(x, self.layout)
+        """A shard of the input with all rows that are read."""
+        shard = moved(x, self.layout)
         for r in self.reads:
-            block = r.fetch(block, fill)
-        return block
+            shard = r.fetch(shard, fill)
+        return shard
 
     def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
-        """The gradient of the input, from that of a block with all rows that are read."""
+        """The gradient of the input, from that of a shard with all rows that are read."""
         for r in reversed(self.reads):
             grad = r.give_back(grad)
         return wrap(_as_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
 
     def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
-        """A block of the result as a sharded tensor."""
+        """A shard of the result as a sharded tensor."""
         stride = compat.retrace(stride)
         return wrap(_as_sharded(like), local, self.out.with_dtype(local.dtype), stride)
 
@@ -123,7 +124,7 @@ class Windows:
 
 
 def _as_sharded(x: Tensor) -> Sharded:
-    assert isinstance(x, Sharded), "what has windows is cut"
+    assert isinstance(x, Sharded), "what has windows is sharded"
     return x
 
 
@@ -144,8 +145,8 @@ def _is_channels_last(stride: Sequence[IntLike]) -> bool:
 def _convolution_windows(weight: Tensor, options: Sequence[Any], spatial: int) -> list[Window]:
     stride, padding, dilation = (_each(o, spatial) for o in options[:3])
     found = []
-    for extent, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
-        reach = d * (extent - 1)  # from the first row of a window to its last
+    for size, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
+        reach = d * (size - 1)  # from the first row of a window to its last
         if options[3]:
             reach = max(reach, s - 1)  # rows between windows, to which nothing is written, belong to the one before
             found.append(Window(1, s, reach - p, p, p - (reach + 2 - s) // 2))
@@ -166,13 +167,13 @@ def _forward_window(stride: int, padding: int, reach: int) -> Window:
 
 
 def _rows_in_front(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
-    """How many rows of a transposed convolution of what is read come before the block's own."""
+    """How many rows of a transposed convolution of what is read come before the shard's own."""
     _, padding, _, transposed, *_ = options
     if not transposed:
         return []
     pads = _each(padding, windows.spatial)
     rows = []
-    for r, d in zip(windows.reads, windows.cut, strict=True):
+    for r, d in zip(windows.reads, windows.partition, strict=True):
         first = r.first
         rows.append(first + pads[d] - r.window.first_read(first) * r.window.den)
     return rows
@@ -184,20 +185,20 @@ def _has_no_channels(x: Tensor) -> bool:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Tensor:
-    """``aten.convolution`` of images of which a spatial dim is cut."""
+    """``aten.convolution`` of images of which a spatial dim is sharded."""
     spatial = x.ndim - 2
     meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
-    windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_extents(meta.shape), False)
+    windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_sizes(meta.shape), False)
     if windows is None or _has_no_channels(x):
         return NotImplemented
     stride = compat.retrace(meta.stride())
-    local = window_blocks.convolution(
+    local = window_shards.convolution(
         windows.fetch(x),
         _whole(weight, windows),
         None if bias is None else _whole(bias, windows),
         *_lists(options, spatial),
         size=windows.size,
-        cut=windows.cut,
+        partition=windows.partition,
         skipped=_rows_in_front(windows, options),
         channels_last=_is_channels_last(stride),
     )
@@ -215,14 +216,14 @@ def convolution_backward(
         return NotImplemented
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
-    grad_x, grad_weight, grad_bias = window_blocks.convolution_backward(
+    grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
         moved(grad, windows.out),
         windows.fetch(x),
         _whole(weight, windows),
         bias_sizes,
         *_lists(options, spatial),
         wanted,
-        cut=windows.cut,
+        partition=windows.partition,
         skipped=_rows_in_front(windows, options),
         channels_last=_is_channels_last(stride),
     )
@@ -279,11 +280,11 @@ def _max_pool(spatial: int, op: OpOverload) -> Run:
         pool = _Pool.of(spatial, *options)
         if not x.dtype.is_floating_point:
             return NotImplemented
-        windows = Windows.of(x, pool.windows, compat.global_extents(values.shape), True)
+        windows = Windows.of(x, pool.windows, compat.global_sizes(values.shape), True)
         if windows is None:
             return NotImplemented
         padding = windows.without_padding(pool.padding)
-        local, numbers = window_blocks.max_pool(
+        local, numbers = window_shards.max_pool(
             windows.fetch(x, -math.inf),
             *(pool.kernel, pool.stride, padding, pool.dilation, pool.ceil_mode),
             size=windows.size,
@@ -298,7 +299,7 @@ def _max_pool(spatial: int, op: OpOverload) -> Run:
 def _first_read(windows: Windows) -> list[IntLike]:
     """The place in the plane of the first element that is read."""
     first: list[IntLike] = [0] * windows.spatial
-    for r, d in zip(windows.reads, windows.cut, strict=True):
+    for r, d in zip(windows.reads, windows.partition, strict=True):
         first[d] = r.window.first_read(r.first)
     return first
 
@@ -319,7 +320,7 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
         if windows is None:
             return NotImplemented
         meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
-        local = window_blocks.max_pool_backward(
+        local = window_shards.max_pool_backward(
             moved(grad, windows.out),
             moved(indices, windows.out),
             *(pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.dilation, pool.ceil_mode),
@@ -333,9 +334,9 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
 
 
 def _read_shape(windows: Windows) -> list[IntLike]:
-    """Shape of a block of the input with all rows that are read."""
+    """Shape of a shard of the input with all rows that are read."""
     layout = windows.layout
-    shape = list(block_shape(layout))
+    shape = list(local_shape_of(layout))
     for r in windows.reads:
         shape[r.dim] = r.rows
     return shape
@@ -361,11 +362,11 @@ def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_outside: boo
     spatial = len(pool.kernel)
     counts: Any = 1
     for d, (k, s, p) in enumerate(zip(pool.kernel, pool.stride, pool.padding, strict=True)):
-        extent: Any = x.shape[d - spatial]
+        size: Any = x.shape[d - spatial]
         many: Any = shape[d - spatial]
         begin = torch.arange(many, device=x.device) * s - p
         outside = p if count_outside else 0
-        along = (begin + k).clamp(max=extent + outside) - begin.clamp(min=-outside)
+        along = (begin + k).clamp(max=size + outside) - begin.clamp(min=-outside)
         counts = counts * along.reshape(-1, *[1] * (spatial - d - 1))
     return counts  # type: ignore[no-any-return]
 
@@ -374,13 +375,13 @@ def _avg_pool(spatial: int, op: OpOverload) -> Run:
     def run(x: Tensor, *options: object) -> Tensor:
         meta = global_meta(op, (x, *options), {})
         pool, count_outside, divisor = _average(spatial, options)
-        windows = Windows.of(x, pool.windows, compat.global_extents(meta.shape), True)
+        windows = Windows.of(x, pool.windows, compat.global_sizes(meta.shape), True)
         if windows is None or not x.dtype.is_floating_point:
             return NotImplemented
         one = _divisor(pool, count_outside, divisor)
         padding = windows.without_padding(pool.padding)
         local = windows.fetch(x)
-        local = window_blocks.sum_pool(
+        local = window_shards.sum_pool(
             local if one else widened(local),
             pool.kernel,
             pool.stride,
@@ -405,7 +406,7 @@ def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
         one = _divisor(pool, count_outside, divisor)
         grad = grad if one else widened(grad) / _counts(x, pool, windows.out.shape, count_outside)
         options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, one or 1)
-        local = window_blocks.sum_pool_backward(moved(grad, windows.out), *options_, size=_read_shape(windows))
+        local = window_shards.sum_pool_backward(moved(grad, windows.out), *options_, size=_read_shape(windows))
         return windows.give_back(local.to(x.dtype), compat.retrace(meta.stride()), x)
 
     return run

@@ -1,4 +1,4 @@
-"""Windows as a dim of their own along a cut dim: every rank fetches the rows that its windows reach over its edges.
+"""Windows as a dim of their own along a sharded dim: every rank fetches the rows that its windows reach over its edges.
 
 A window stays with the rank that has its middle row. `im2col` is two of them.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Reads, Window, derive_spread
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import may_be_empty, view_block
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.local_shards import may_be_empty, view_shard
 from shardcompile.ops.view.kernels import add_windows
-from shardcompile.ops.view.rows import base_of, has_known_blocks, moved, reduced, with_cut, wrap
+from shardcompile.ops.view.rows import base_of, has_static_sizes, moved, reduced, with_partition, wrap
 from shardcompile.ops.view.strided import strided_view
 from shardcompile.sharded import Sharded
+from shardcompile.sharding import IntLike, Layout, Spec, contiguous_stride
 
 aten = torch.ops.aten
 _strided = strided_view(aten.unfold.default)
@@ -32,37 +32,37 @@ def _window(size: int, step: int) -> Window:
 
 
 def _is_in_one_piece(x: Sharded, dim: int) -> bool:
-    """Whether a dim is cut over one mesh dim, in blocks of which windows may reach into others."""
-    cut = x._spec.layout.cuts[dim]
-    return cut is not None and len(cut.mesh_dims) == 1 and not has_known_blocks(x)
+    """Whether a dim is sharded over one mesh dim, sharded of which windows may reach into others."""
+    partition = x._spec.layout.partitions[dim]
+    return partition is not None and len(partition.mesh_dims) == 1 and not has_static_sizes(x)
 
 
 def unfold(x: Sharded, dim: int, size: int, step: int) -> Tensor:
-    """``aten.unfold`` along a cut dim: a copy that follows what it is a view of."""
+    """``aten.unfold`` along a sharded dim: a copy that follows what it is a view of."""
     meta = global_meta(aten.unfold.default, (x, dim, size, step), {})
     if x.ndim == 0 or size == 0 or not _is_in_one_piece(x, dim % x.ndim):
         return _strided(x, dim, size, step)  # type: ignore[return-value]
     dim = dim % x.ndim
     layout, window = x._spec.layout, _window(size, step)
-    held, count = layout.cut_of(dim), compat.global_extents(meta.shape)[dim]
+    held, count = layout.partition_of(dim), compat.global_sizes(meta.shape)[dim]
     reads = Reads.of(dim, held, count, window, layout.mesh)
-    cut = reads.cut  # of rows that lay there before others were added around them, or of this tensor's
-    if held.core is None or cut is not held.core[0]:
-        cut = cut.of_rows(held, window.shift, step)
-    out = with_cut(layout, dim, cut)
-    out = Layout.of(out.mesh, out.placements, (*out.shape, size), out.dtype, (*out.cuts, None))
+    partition = reads.partition  # of rows that lay there before others were added around them, or of this tensor's
+    if held.core is None or partition is not held.core[0]:
+        partition = partition.of_rows(held, window.shift, step)
+    out = with_partition(layout, dim, partition)
+    out = Layout.of(out.mesh, out.placements, (*out.shape, size), out.dtype, (*out.partitions, None))
 
-    def block() -> Tensor:
+    def shard() -> Tensor:
         return _windows_of(reads.fetch(x._local_tensor, 0.0), dim, reads.count, size, step)
 
-    wrapped = type(x)._wrap(block(), Spec.of(out, compat.retrace(meta.stride())))
+    wrapped = type(x)._wrap(shard(), Spec.of(out, compat.retrace(meta.stride())))
     note_view(x, wrapped)
-    follow(wrapped, aten.unfold.default, (x, dim, size, step), None, block)
+    follow(wrapped, aten.unfold.default, (x, dim, size, step), None, shard)
     return wrapped
 
 
 def _windows_of(rows: Tensor, dim: int, count: IntLike, size: int, step: int) -> Tensor:
-    """The windows over a block of which the rows are all that is read."""
+    """The windows over a shard of which the rows are all that is read."""
     first = rows.movedim(dim, 0).contiguous()
     width = first.stride(0)
     stride = [step * width, width, *first.stride()[1:]]
@@ -70,20 +70,22 @@ def _windows_of(rows: Tensor, dim: int, count: IntLike, size: int, step: int) ->
 
 
 def unfold_backward(grad: Sharded, sizes: Sequence[IntLike], dim: int, size: int, step: int) -> Tensor:
-    """The gradient of windows along a cut dim: in the cut of what they are of, if the gradient still tells."""
+    """The gradient of windows along a sharded dim: in the partition of what they are of, if the gradient still
+    tells.
+    """
     dim = dim % max(len(sizes), 1)
-    if not sizes or size == 0 or not _is_in_one_piece(grad, dim) or grad._spec.layout.cuts[-1] is not None:
+    if not sizes or size == 0 or not _is_in_one_piece(grad, dim) or grad._spec.layout.partitions[-1] is not None:
         return NotImplemented
     global_meta(aten.unfold_backward.default, (grad, sizes, dim, size, step), {})
     grad = reduced(grad)
     layout, window = grad._spec.layout, _window(size, step)
-    held = base_of(layout.cut_of(dim), sizes[dim], window.shift, step)
+    held = base_of(layout.partition_of(dim), sizes[dim], window.shift, step)
     if held is None:
-        held = derive_spread(layout.cut_of(dim), window.shift, step, sizes[dim], layout.mesh)[0]
+        held = derive_spread(layout.partition_of(dim), window.shift, step, sizes[dim], layout.mesh)[0]
     reads = Reads.of(dim, held, grad.shape[dim], window, layout.mesh)
-    local = add_windows(moved(grad, with_cut(layout, dim, reads.cut)), reads.rows, dim, size, step)
-    out = with_cut(layout, dim, held)
-    out = Layout.of(out.mesh, out.placements, out.shape[:-1], out.dtype, out.cuts[:-1])
+    local = add_windows(moved(grad, with_partition(layout, dim, reads.partition)), reads.rows, dim, size, step)
+    out = with_partition(layout, dim, held)
+    out = Layout.of(out.mesh, out.placements, out.shape[:-1], out.dtype, out.partitions[:-1])
     return wrap(grad, reads.give_back(local), out, contiguous_stride(out.shape))
 
 
@@ -93,9 +95,11 @@ def unfold_backward(grad: Sharded, sizes: Sequence[IntLike], dim: int, size: int
 def _im2col(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """``aten.im2col`` of images that are cut along their height."""
+    """``aten.im2col`` of images that are sharded along their height."""
     global_meta(aten.im2col.default, (x, kernel, dilation, padding, stride), {})
-    whole = not isinstance(x, Sharded) or x._spec.layout.cuts[-1] is not None or not _is_in_one_piece(x, x.ndim - 2)
+    whole = (
+        not isinstance(x, Sharded) or x._spec.layout.partitions[-1] is not None or not _is_in_one_piece(x, x.ndim - 2)
+    )
     if whole or tuple(dilation) != (1, 1):
         return NotImplemented
     if x.ndim == 3:
@@ -114,14 +118,19 @@ def _col2im(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> Tensor:
-    """``aten.col2im`` of windows of which the rows of an image are cut."""
+    """``aten.col2im`` of windows of which the rows of an image are sharded."""
     global_meta(aten.col2im.default, (x, size, kernel, dilation, padding, stride), {})
     high, wide = (n + 2 * p for n, p in zip(size, padding, strict=True))
     rows, columns = ((n - k) // s + 1 for n, k, s in zip((high, wide), kernel, stride, strict=True))
-    cut = x._spec.layout.cuts[-1] if isinstance(x, Sharded) else None
-    if not isinstance(x, Sharded) or cut is None or not _is_in_one_piece(x, x.ndim - 1) or tuple(dilation) != (1, 1):
+    partition = x._spec.layout.partitions[-1] if isinstance(x, Sharded) else None
+    if (
+        not isinstance(x, Sharded)
+        or partition is None
+        or not _is_in_one_piece(x, x.ndim - 1)
+        or tuple(dilation) != (1, 1)
+    ):
         return NotImplemented
-    if not isinstance(columns, int) or cut.unscaled(columns) is None:
+    if not isinstance(columns, int) or partition.unscaled(columns) is None:
         return NotImplemented
     if x.ndim == 2:
         return aten.col2im.default(x.unsqueeze(0), size, kernel, dilation, padding, stride).squeeze(0)
@@ -140,8 +149,8 @@ def _im2col_kernel(x: Tensor, kernel: Sequence[int], *rest: Sequence[int]) -> Te
     *samples, channels, height, width = x.shape
     if not may_be_empty(channels):
         return aten.im2col.default(x, kernel, *rest)
-    out = aten.im2col.default(view_block(x, [math.prod(samples) * channels, 1, height, width]), kernel, *rest)
-    return view_block(out, [*samples, channels * out.shape[1], out.shape[2]])
+    out = aten.im2col.default(view_shard(x, [math.prod(samples) * channels, 1, height, width]), kernel, *rest)
+    return view_shard(out, [*samples, channels * out.shape[1], out.shape[2]])
 
 
 def _col2im_kernel(x: Tensor, size: Sequence[IntLike], kernel: Sequence[int], *rest: Sequence[int]) -> Tensor:
@@ -150,8 +159,8 @@ def _col2im_kernel(x: Tensor, size: Sequence[IntLike], kernel: Sequence[int], *r
     if not may_be_empty(rows):
         return aten.col2im.default(x, size, kernel, *rest)
     channels = rows // math.prod(kernel)
-    windows = view_block(x, [math.prod(samples) * channels, math.prod(kernel), places])
-    return view_block(aten.col2im.default(windows, size, kernel, *rest), [*samples, channels, *size])
+    windows = view_shard(x, [math.prod(samples) * channels, math.prod(kernel), places])
+    return view_shard(aten.col2im.default(windows, size, kernel, *rest), [*samples, channels, *size])
 
 
 state(aten.unfold.default, sharded=unfold)

@@ -1,0 +1,400 @@
+"""Which factors of a sum over ranks can be taken out of it.
+
+A value is looked at as ``factor * base``, where the factor is the same along all that is summed. The walk goes back
+from a reduction's payload to what must not be waited for. On its way it keeps the base and the factors of each value.
+Nothing is added to the graph until the walk has succeeded.
+
+Why it is right: sums, products of matrices, casts and changes of shape are linear in each argument. So a factor that
+does not vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order of
+roundings changes, the value does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.collectives.reductions import ALL_REDUCE
+from shardcompile.collectives.torch_collectives import ALL_GATHER
+from shardcompile.compat import is_one
+from shardcompile.passes.cleanup.edits import equal
+from shardcompile.passes.graph.collective import WAIT, Collective, add_node
+from shardcompile.passes.graph.dependencies import writes
+from shardcompile.passes.graph.rank_dependent_sizes import is_pointwise
+
+aten = torch.ops.aten
+
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_SAME = (aten.alias.default, aten.clone.default, aten.detach.default)
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_PRODUCTS = (aten.mm.default, aten.bmm.default)
+_PLAIN_NUMBERS = (0, 1, 2, -1, 0.5, math.inf, -math.inf)
+"""Numbers that belong to a formula, not to a shard: a rank's own size may be written into its graph as a number."""
+
+DEPTH = 100
+"""How many ops a walk follows in a row: Python's own limit is a few times as much."""
+
+Axes = tuple[tuple[int, ...], ...]
+"""By dim of a value: the dims of a factor that it runs along, the outer one first; none if the factor is constant."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is not in the graph yet. Its arguments may be such calls."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a value.
+
+    Attributes:
+        op: ``aten.mul.Tensor`` or ``aten.div.Tensor``.
+        source: the factor, the same on every rank; or of an exponential what was subtracted from its argument.
+        axes: how its dims lie in the value.
+        largest: only of an exponential, whose factor is ``exp(largest - source)``: this rank's maximum.
+    """
+
+    op: Any
+    source: Node
+    axes: Axes
+    largest: Node | None = None
+
+
+@dataclass(frozen=True)
+class Term:
+    """A value as its base times its factors. The base has the dtype of the value."""
+
+    base: Node | Call
+    factors: tuple[Factor, ...] = ()
+
+
+class Factors:
+    """Walks back through one graph.
+
+    Args:
+        is_open: whether a value may not be a base, because it comes after what the base must not wait for.
+        group_name: over whose ranks is summed.
+        exponential: given ``exp(x - shift)``, its term, or None if this rank's part of it cannot stand for itself.
+    """
+
+    def __init__(
+        self, is_open: Callable[[Node], bool], group_name: str, exponential: Callable[[Node], Term | None] | None = None
+    ) -> None:
+        self._is_open = is_open
+        self._group = group_name
+        self._exponential = exponential
+        self._terms: dict[Node, Term | None] = {}
+        self._uniform: dict[Node, bool] = {}
+        self._depth = 0
+
+    def term(self, node: Node) -> Term | None:
+        """A value's base and factors, or None if it has no base that is not open."""
+        if not self._is_open(node):
+            return Term(node)
+        if node not in self._terms:
+            usable = _is_call(node) and _is_wide(node) and self._depth < DEPTH
+            self._depth += 1
+            self._terms[node] = self._opened(node) if usable else None
+            self._depth -= 1
+        return self._terms[node]
+
+    def is_uniform(self, node: Node) -> bool:
+        """Whether a value is known to be the same on all ranks of the group: made of results of its reductions only."""
+        if node not in self._uniform:
+            self._depth += 1
+            self._uniform[node] = self._depth <= DEPTH and self._told_by_inputs(node)
+            self._depth -= 1
+        return self._uniform[node]
+
+    def _told_by_inputs(self, node: Node) -> bool:
+        if node.target is WAIT:
+            c = Collective.of(node.args[0])  # type: ignore[arg-type]
+            return c is not None and c.group_name == self._group and c.descriptor in (ALL_REDUCE, ALL_GATHER)
+        if not _is_call(node) or not (is_pointwise(node) or node.target in _VIEWS):
+            return False
+        if is_pointwise(node) and not all(_is_plain(a) for a in (*node.args, *node.kwargs.values())):
+            return False
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        numbers = [n for n in node.all_input_nodes if n not in tensors]
+        known = all(self.is_uniform(n) or _is_constant(n) for n in tensors)
+        return bool(tensors) and known and (not numbers or not is_pointwise(node))
+
+    def _opened(self, node: Node) -> Term | None:
+        target = node.target
+        if target in (aten.mul.Tensor, aten.div.Tensor):
+            return self._product(node)
+        if target is aten.exp.default:
+            return None if self._exponential is None else self._exponential(node)
+        if target in (aten.add.Tensor, aten.sub.Tensor):
+            return self._sum(node)
+        if target in _PRODUCTS:
+            return self._contraction(node)
+        change = _CHANGES.get(target)
+        inner = None if change is None else self.term(node.args[0])  # type: ignore[arg-type]
+        if change is None or inner is None:
+            return None
+        factors = [_move(f, change(node, f.axes), node) for f in inner.factors]
+        if any(f is None for f in factors):
+            return None
+        base = Call(target, (inner.base, *node.args[1:]), tuple(node.kwargs.items()))
+        return Term(base, tuple(f for f in factors if f is not None))
+
+    def _product(self, node: Node) -> Term | None:
+        left, right = node.args
+        if node.target is aten.mul.Tensor and isinstance(right, Node) and self._is_open_factor(left):
+            left, right = right, left
+        inner = self.term(left) if isinstance(left, Node) else None
+        if inner is None or not _same_shape(left, node):
+            return None
+        if isinstance(right, Node) and self._is_open(right):
+            if not self._is_open_factor(right):
+                return None
+            if left.meta["val"].dtype != node.meta["val"].dtype:  # type: ignore[union-attr]
+                inner = replace(inner, base=Call(_CASTS[1], (inner.base, node.meta["val"].dtype)))
+            return replace(inner, factors=(*inner.factors, Factor(node.target, right, broadcast_axes(right, node))))
+        return replace(inner, base=Call(node.target, (inner.base, right)))
+
+    def _is_open_factor(self, node: Any) -> bool:
+        is_tensor = isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+        return is_tensor and self._is_open(node) and self.is_uniform(node)
+
+    def _sum(self, node: Node) -> Term | None:
+        """The sum of two values with the same factors."""
+        if len(node.args) != 2 or node.kwargs or not all(_same_shape(a, node) for a in node.args):
+            return None
+        left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
+        if left is None or right is None or left.factors != right.factors:
+            return None
+        return Term(Call(node.target, (left.base, right.base)), left.factors)
+
+    def _contraction(self, node: Node) -> Term | None:
+        """The product of two matrices. One may have factors, but not along the summed dim, and must not be computed
+        twice.
+        """
+        if len(node.users) > 1:
+            return None
+        left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
+        if left is None or right is None or (left.factors and right.factors):
+            return None
+        factors: list[Factor] = []
+        for f in (*left.factors, *right.factors):
+            summed, kept = (f.axes[-1], f.axes[-2]) if left.factors else (f.axes[-2], f.axes[-1])
+            if summed:
+                return None
+            factors.append(replace(f, axes=(*f.axes[:-2], *((kept, ()) if left.factors else ((), kept)))))
+        return Term(Call(node.target, (left.base, right.base)), tuple(factors))
+
+
+def emit(graph: Graph, call: object) -> Any:
+    """Add a call, and those that are its arguments, at the insertion point."""
+    made: dict[int, Node] = {}
+
+    def added(value: object) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(added, value))
+        if not isinstance(value, Call):
+            return value
+        if id(value) not in made:
+            args = added(value.args)
+            made[id(value)] = add_node(graph, value.target, *args, **dict(value.kwargs))
+        return made[id(value)]
+
+    return added(call)
+
+
+def applied(graph: Graph, factor: Factor, value: Node) -> Node:
+    """A value with its factor."""
+    return add_node(graph, factor.op, value, laid_out(graph, factor.source, factor.axes, value))
+
+
+def laid_out(graph: Graph, source: Node, axes: Axes, value: Node, leading: int = 0) -> Node:
+    """A factor with the dims of the value that it belongs to, so that it is broadcast.
+
+    Args:
+        graph: it is added to, at the insertion point.
+        source: the factor.
+        axes: how its dims lie in the value.
+        value: with `leading` dims more in front, as `source` has.
+        leading: see above.
+    """
+    used = [d + leading for dims in axes for d in dims]
+    left = [d for d in range(leading, source.meta["val"].ndim) if d not in used]
+    if left:
+        source = add_node(graph, aten.squeeze.dims, source, left)
+        used = [d - sum(gone < d for gone in left) for d in used]
+    order = [*range(leading), *used]
+    if order != sorted(order):
+        source = add_node(graph, aten.permute.default, source, order)
+    if any(len(dims) > 1 for dims in axes):
+        source = add_node(graph, aten.clone.default, source, memory_format=torch.contiguous_format)
+        sizes = sizes_of(graph, value)
+        return add_node(
+            graph,
+            aten.view.default,
+            source,
+            [*sizes[:leading], *(s if dims else 1 for s, dims in zip(sizes[leading:], axes, strict=True))],
+        )
+    for d, dims in enumerate(axes):
+        if not dims:
+            source = add_node(graph, aten.unsqueeze.default, source, d + leading)
+    return source
+
+
+def sizes_of(graph: Graph, node: Node) -> list[Any]:
+    """A tensor's sizes as numbers and nodes."""
+    sizes = node.meta["val"].shape
+    return [s if isinstance(s, int) else add_node(graph, aten.sym_size.int, node, d) for d, s in enumerate(sizes)]
+
+
+def origin(node: Node) -> tuple[Node, tuple[int, ...]]:
+    """What a value is a copy of, and which dim of that is where: ``value = permute(origin, order)``."""
+    order = tuple(range(node.meta["val"].ndim))
+    while _is_call(node):
+        source = node.args[0] if node.args else None
+        if node.target is aten.permute.default:
+            given: Any = node.args[1]
+            dims = [d % len(order) for d in given]
+            order = tuple(dims[d] for d in order)
+        elif node.target not in (*_SAME, *RESHAPES, aten.expand.default) or not _same_shape(source, node):
+            break
+        node = source  # type: ignore[assignment]
+    return node, order
+
+
+def _is_call(node: Node) -> bool:
+    return node.op == "call_function" and not writes(node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_wide(node: Node) -> bool:
+    """Whether what is left out of it cannot be beyond its range: half precision ends at 65504."""
+    return node.meta["val"].dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _is_plain(argument: object) -> bool:
+    number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+    return not number or argument in _PLAIN_NUMBERS
+
+
+def _is_constant(node: Node) -> bool:
+    return node.target in (aten.full.default, aten.scalar_tensor.default) and _is_plain(node.args[-1])
+
+
+def _same_shape(a: object, b: Node) -> bool:
+    if not isinstance(a, Node) or not isinstance(a.meta.get("val"), torch.Tensor):
+        return False
+    return equal(a.meta["val"].shape, b.meta["val"].shape)
+
+
+def broadcast_axes(factor: Node, value: Node) -> Axes:
+    """The axes of a factor by the dims of the value that it is multiplied with; none where it is broadcast."""
+    shape = factor.meta["val"].shape
+    own = [() if is_one(s) else (d,) for d, s in enumerate(shape)]
+    return ((),) * (value.meta["val"].ndim - len(shape)) + tuple(own)
+
+
+def _move(factor: Factor, axes: Axes | None, value: Node) -> Factor | None:
+    if axes is None:
+        return None
+    sizes, own = value.meta["val"].shape, factor.source.meta["val"].shape
+    fits = all(
+        len(dims) != 1 or compat.statically_known_true(own[dims[0]] == s) for dims, s in zip(axes, sizes, strict=True)
+    )
+    return replace(factor, axes=axes) if fits else None
+
+
+def _dims(node: Node, dims: Any) -> list[int]:
+    ndim = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
+    return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _keep(node: Node, axes: Axes) -> Axes | None:
+    return axes
+
+
+def _permute(node: Node, axes: Axes) -> Axes | None:
+    return tuple(axes[d] for d in _dims(node, node.args[1]))
+
+
+def _expand(node: Node, axes: Axes) -> Axes | None:
+    return ((),) * (node.meta["val"].ndim - len(axes)) + axes
+
+
+def _unsqueeze(node: Node, axes: Axes) -> Axes | None:
+    at = node.args[1] % node.meta["val"].ndim  # type: ignore[operator]
+    return (*axes[:at], (), *axes[at:])
+
+
+def _squeeze(node: Node, axes: Axes) -> Axes | None:
+    gone = _dims(node, node.args[1])
+    if any(axes[d] or not is_one(node.args[0].meta["val"].shape[d]) for d in gone):  # type: ignore[union-attr]
+        return None
+    return tuple(a for d, a in enumerate(axes) if d not in gone)
+
+
+def _sum_over(node: Node, axes: Axes) -> Axes | None:
+    dims = node.args[1] if len(node.args) > 1 else None
+    gone = _dims(node, dims) if dims else list(range(len(axes)))
+    if any(axes[d] for d in gone):
+        return None
+    if len(node.args) > 2 and node.args[2]:
+        return axes
+    return tuple(a for d, a in enumerate(axes) if d not in gone)
+
+
+def _reshape(node: Node, axes: Axes) -> Axes | None:
+    """Where dims become one or are parted: a factor runs along all of what becomes one, or along nothing of it."""
+    old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    if equal(old, new):
+        return axes
+    first = 0
+    while first < min(len(old), len(new)) and compat.statically_known_true(old[first] == new[first]):
+        first += 1
+    last = 0
+    while last < min(len(old), len(new)) - first and compat.statically_known_true(old[-1 - last] == new[-1 - last]):
+        last += 1
+    middle, sizes = axes[first : len(axes) - last], old[first : len(old) - last]
+    wanted = new[first : len(new) - last]
+    if not any(middle):
+        changed: Axes | None = ((),) * len(wanted)
+    elif all(a or is_one(s) for a, s in zip(middle, sizes, strict=True)):
+        changed = _regroup([d for a in middle for d in a], middle, sizes, wanted)
+    else:
+        changed = None
+    return None if changed is None else (*axes[:first], *changed, *axes[len(axes) - last :])
+
+
+def _regroup(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: Sequence[object]) -> Axes | None:
+    """The dims of a factor, all of which are there, as other sizes group them: all in one, or each for itself."""
+    wide = [i for i, s in enumerate(wanted) if not is_one(s)]
+    if len(wide) == 1:
+        return tuple(tuple(dims) if i == wide[0] else () for i in range(len(wanted)))
+    if len(wide) == len(dims) and sum(bool(a) for a in middle) == 1:
+        return tuple((dims[wide.index(i)],) if i in wide else () for i in range(len(wanted)))
+    return None
+
+
+_CHANGES: dict[Any, Callable[[Node, Axes], Axes | None]] = {
+    **dict.fromkeys((*_SAME, *_CASTS, aten.neg.default), _keep),
+    **dict.fromkeys(RESHAPES, _reshape),
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dims: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.sum.dim_IntList: _sum_over,
+    aten.sum.default: _sum_over,
+}
+"""By op that is linear in its first argument: where the dims of a factor go, or None if it stays behind."""
+
+_VIEWS = {*RESHAPES, *_SAME, *_CHANGES} - {aten.sum.dim_IntList, aten.sum.default}
+"""Ops that compute nothing."""

@@ -1,0 +1,98 @@
+"""This rank's shard of a whole, and a whole of zeros but for this rank's local shard. Nothing is sent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.shards import shards_of, with_size
+from shardcompile.collectives.traffic import gathered, scattered
+from shardcompile.sharding import GroupPartition, IntLike
+
+
+class TakeShard(NamedTuple):
+    """Arguments of `take_shard`.
+
+    Attributes:
+        input: the whole.
+        dim: that is sharded.
+        shard: how many rows this rank has.
+        sharded: the shards.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    dim: int
+    shard: IntLike
+    partition: GroupPartition
+    group_name: str
+
+
+class PlaceShard(NamedTuple):
+    """Arguments of `place_shard`.
+
+    Attributes:
+        input: this rank's local shard.
+        dim: that is sharded.
+        total: what the shards add up to.
+        sharded: the shards.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    dim: int
+    total: IntLike
+    partition: GroupPartition
+    group_name: str
+
+
+def _take(a: TakeShard) -> Tensor:
+    group = compat.process_group(a.group_name)
+    shards = shards_of(a.input.shape[a.dim], a.dim, a.partition, group.size(), "take_shard")
+    own = a.input.narrow(a.dim, shards[group.rank()][0], a.shard)
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _place(a: PlaceShard) -> Tensor:
+    group = compat.process_group(a.group_name)
+    shards = shards_of(int(a.total), a.dim, a.partition, group.size(), "place_shard")
+    out = a.input.new_zeros(with_size(a.input, a.dim, a.total))
+    out.narrow(a.dim, shards[group.rank()][0], a.input.shape[a.dim]).copy_(a.input)
+    return out
+
+
+def _take_adjoint(a: TakeShard, shape: torch.Size, grad: Tensor) -> Tensor:
+    back = PlaceShard(grad, a.dim, shape[a.dim], a.partition, a.group_name)
+    return PLACE_SHARD.call(back)  # type: ignore[no-any-return]
+
+
+def _place_adjoint(a: PlaceShard, shape: torch.Size, grad: Tensor) -> Tensor:
+    back = TakeShard(grad, a.dim, shape[a.dim], a.partition, a.group_name)
+    return TAKE_SHARD.call(back)  # type: ignore[no-any-return]
+
+
+TAKE_SHARD = Descriptor(
+    "take_shard",
+    TakeShard,
+    _take,
+    fake=lambda a: a.input.new_empty(with_size(a.input, a.dim, a.shard)),
+    adjoint=_take_adjoint,
+    members=lambda a, n: [scattered(a.input, a.dim, a.shard, a.partition, n)],
+    communicates=False,
+    as_integers=True,
+)
+
+PLACE_SHARD = Descriptor(
+    "place_shard",
+    PlaceShard,
+    _place,
+    fake=lambda a: a.input.new_empty(with_size(a.input, a.dim, a.total)),
+    adjoint=_place_adjoint,
+    members=lambda a, n: [gathered(a.input, a.dim, a.total, a.partition, n)],
+    communicates=False,
+    as_integers=True,
+)

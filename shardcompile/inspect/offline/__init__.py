@@ -1,0 +1,25 @@
+"""Offline tracing: graphs of any rank of any world, for CUDA or the CPU, without other processes and without a GPU.
+
+    def build(mesh):
+        sizes = [100 + 7 * r for r in range(mesh.size())]
+        local = torch.randn(sizes[mesh.get_local_rank()], 64)  # fake: no memory, any device
+        return Net(), (sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes}),)
+
+    trace = trace_offline(build, world_size=256)
+    print(trace)
+
+Tracing runs in this process, with fake tensors and a fake process group, and restores the process afterwards.
+"""
+
+from shardcompile.inspect.offline.trace import CollectiveRecord, OfflineTrace, trace_offline, trace_step
+from shardcompile.inspect.offline.world import OfflineError, OfflineWorld, offline_world
+
+__all__ = [
+    "CollectiveRecord",
+    "OfflineError",
+    "OfflineTrace",
+    "OfflineWorld",
+    "offline_world",
+    "trace_offline",
+    "trace_step",
+]

@@ -1,0 +1,73 @@
+"""The predicted timelines of a report: their lanes, the waits of compute, and a Chrome trace of all graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardcompile.inspect.data import GraphReport, IssuedCollective, ReportData, Span
+from shardcompile.inspect.text import named_ranks
+from shardcompile.passes.schedule.simulator import COMPUTE, Bar, chrome_events
+
+
+def chrome_trace(report: ReportData) -> dict[str, object]:
+    """All graphs of a report as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
+
+    Each graph is a process, each stream a thread. The category of a bar is "compute", "communication", or "waiting" if
+    the compute stream has nothing to do.
+    """
+    events = []
+    for i, (name, graph) in enumerate(report.named_graphs()):
+        events += chrome_events(i + 1, name, lanes(graph), _bars(graph))  # process 0 is the system's
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def lanes(graph: GraphReport) -> dict[str, str]:
+    """The streams of a timeline and their titles, compute first."""
+    ranks = {s.stream: c.ranks for s, c in with_collectives(graph) if c is not None}
+    streams = dict.fromkeys([COMPUTE, *(s.stream for s in graph.spans)])
+    return {s: f"group {s}: ranks {named_ranks(ranks[s])}" if s in ranks else s for s in streams}
+
+
+def with_collectives(graph: GraphReport) -> Iterator[tuple[Span, IssuedCollective | None]]:
+    """The spans of a timeline, each with its collective; None for compute."""
+    known = {c.name: c for c in graph.issued}
+    for span in graph.spans:
+        yield span, None if span.stream == COMPUTE else known.get(span.label)
+
+
+def idle_times(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
+    """The times in which the compute stream has nothing to do: start, end, and the index of the awaited collective.
+
+    The index is None after the end of the compute stream, while a collective that nobody waits for still runs.
+    """
+    held_up = [(c.end - c.exposed, c.end, i) for i, c in enumerate(graph.issued) if c.exposed]
+    yield from sorted(held_up)
+    computed = (s.end for s in graph.spans if s.stream == COMPUTE)
+    ended = max([0.0, *computed, *(end for _, end, _ in held_up)])
+    if graph.total > ended:
+        yield ended, graph.total, None
+
+
+def _bars(graph: GraphReport) -> Iterator[Bar]:
+    for span, c in with_collectives(graph):
+        category = "compute" if span.stream == COMPUTE else "communication"
+        yield Bar(span.label, category, span.stream, span.start, span.end, {} if c is None else _args(graph, c))
+    for start, end, i in idle_times(graph):
+        name = "nothing left to compute" if i is None else f"waits for {graph.issued[i].name}"
+        yield Bar(name, "waiting", COMPUTE, start, end, {})
+
+
+def _args(graph: GraphReport, c: IssuedCollective) -> dict[str, object]:
+    members = [graph.traced[m] for m in c.members]
+    return {
+        "kind": c.kind,
+        "ranks": list(c.ranks),
+        "dtypes": list(c.dtypes),
+        "global_bytes": c.global_bytes,
+        "least_bytes": c.least_bytes,
+        "most_bytes": c.most_bytes,
+        "exposed_us": c.exposed * 1e6,
+        "overlaps": list(c.overlaps),
+        "members": [m.name for m in members],
+        "source": [*dict.fromkeys(m.source for m in members if m.source)],
+    }

@@ -1,0 +1,32 @@
+"""Layouts: pure, rank-invariant descriptions of how a tensor is spread over a mesh."""
+
+from shardcompile.sharding.arguments import read_partition as read_partition
+from shardcompile.sharding.arguments import read_partitions as read_partitions
+from shardcompile.sharding.arguments import write_partition as write_partition
+from shardcompile.sharding.arguments import write_partitions as write_partitions
+from shardcompile.sharding.derived import DERIVATIONS as DERIVATIONS
+from shardcompile.sharding.dtypes import QUANTIZED as QUANTIZED
+from shardcompile.sharding.dtypes import carrier_of as carrier_of
+from shardcompile.sharding.dtypes import is_ordinary as is_ordinary
+from shardcompile.sharding.layout import Layout as Layout
+from shardcompile.sharding.layout import normalize_placements as normalize_placements
+from shardcompile.sharding.layout import short_dtype as short_dtype
+from shardcompile.sharding.mesh import Mesh as Mesh
+from shardcompile.sharding.mesh import MeshShape as MeshShape
+from shardcompile.sharding.partition import Partition as Partition
+from shardcompile.sharding.segments import Apart as Apart
+from shardcompile.sharding.segments import has_runs as has_runs
+from shardcompile.sharding.segments import in_stretches as in_stretches
+from shardcompile.sharding.segments import is_sharded_once as is_sharded_once
+from shardcompile.sharding.segments import neighbouring as neighbouring
+from shardcompile.sharding.sizes import CHUNK_KEY as CHUNK_KEY
+from shardcompile.sharding.sizes import GroupPartition as GroupPartition
+from shardcompile.sharding.sizes import IntLike as IntLike
+from shardcompile.sharding.sizes import chunk_sizes as chunk_sizes
+from shardcompile.sharding.sizes import digest_of as digest_of
+from shardcompile.sharding.sizes import sizes_of_key as sizes_of_key
+from shardcompile.sharding.spec import Spec as Spec
+from shardcompile.sharding.spec import contiguous_stride as contiguous_stride
+from shardcompile.sharding.spec import dense_stride as dense_stride
+from shardcompile.sharding.spec import may_overlap as may_overlap
+from shardcompile.sharding.spec import order_of as order_of

@@ -1,0 +1,178 @@
+"""Sizes of shards, by the key that stands for them inside a graph, and of the shards of one process group."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardcompile.compat.sizes import IntLike as IntLike
+from shardcompile.errors import LayoutError
+
+CHUNK_KEY = 0
+"""The key that stands for "what torch.chunk gives"."""
+
+_KEY_BASE = 1 << 60
+_TABLE_LIMIT = 1 << 24  # shard sizes kept by key in all, 128 MiB; the oldest go first
+
+
+def digest_of(text: str) -> int:
+    """56 bits that are the same for the same text in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Sizes of the shards that `torch.chunk` makes, padded with zeros to `parts` shards.
+
+    >>> chunk_sizes(9, 4)
+    (3, 3, 3, 0)
+    """
+    if parts == 1:
+        return (size,)
+    full = -(-size // parts)
+    return tuple(max(min(size - i * full, full), 0) for i in range(parts))
+
+
+def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the shards that `torch.chunk` makes, applied to each mesh dim in turn, the outermost first."""
+    sizes: tuple[int, ...] = (size,)
+    for count in parts:
+        sizes = tuple(itertools.chain.from_iterable(chunk_sizes(n, count) for n in sizes))
+    return sizes
+
+
+class _SizeTable:
+    """Sizes by key, so that an op inside a compiled graph can look up the partition it is called with.
+
+    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts. The last
+    bit of a key says whether the sizes are torch.chunk's, so that a trace can ask a symbol for it.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._by_sizes: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._stored = 0
+
+    def key_of(self, sizes: tuple[int, ...], chunked: bool) -> int:
+        key = self._by_sizes.get((sizes, chunked))
+        if key is not None:
+            self._by_key.move_to_end(key)
+            return key
+        digest = hashlib.blake2b(array("q", sizes).tobytes(), digest_size=8).digest()
+        key = (_KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE) // 2 * 2 + chunked
+        if self._by_key.setdefault(key, sizes) != sizes:
+            raise LayoutError(
+                f"two partitions share the key {key}: {self._by_key[key]} and {sizes}; use another partition"
+            )
+        self._by_sizes[sizes, chunked] = key
+        self._stored += len(sizes)
+        self._evict()
+        return key
+
+    def find(self, key: int) -> tuple[int, ...] | None:
+        return self._by_key.get(key)
+
+    def sizes_of(self, key: int) -> tuple[int, ...]:
+        sizes = self._by_key.get(key)
+        if sizes is None:
+            raise LayoutError(
+                f"the partition with key {key} is no longer known in this process: more than {_TABLE_LIMIT} shard "
+                f"sizes "
+                "were used since it was made. Keep fewer steps in flight, or raise the limit."
+            )
+        return sizes
+
+    def _evict(self) -> None:
+        while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
+            key, sizes = self._by_key.popitem(last=False)
+            del self._by_sizes[sizes, key % 2 == 1]
+            self._stored -= len(sizes)
+
+
+_TABLE = _SizeTable()
+
+
+def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
+    """The key that stands for these sizes from now on.
+
+    Args:
+        sizes: of all shards, outermost mesh dim slowest.
+        parts: sizes of the mesh dims.
+
+    Raises:
+        LayoutError: it stands for others.
+    """
+    return _TABLE.key_of(sizes, sizes == nested_chunk_sizes(sum(sizes), parts))
+
+
+def remember_key(key: int, sizes: tuple[int, ...]) -> None:
+    """Have a key stand for these sizes, as it did in the process that it comes from."""
+    _TABLE.key_of(sizes, key % 2 == 1)
+
+
+def known_sizes(key: int) -> tuple[int, ...] | None:
+    """The sizes that a key stands for, if this process knows them."""
+    return _TABLE.find(key)
+
+
+def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
+    """All shard sizes of the dynamic partition with this key.
+
+    Args:
+        key: as in `Partition`.
+        inner: as in `Partition`.
+        scale: as in `Partition`.
+
+    Raises:
+        LayoutError: the key is unknown in this process.
+    """
+    base = _TABLE.sizes_of(key)
+    return tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
+
+
+@dataclass(frozen=True)
+class GroupPartition:
+    """The shards of one process group, as arguments of a collective op.
+
+    Attributes:
+        sizes: shard sizes in group order; empty if `key` tells.
+        key: key of the whole partition, `CHUNK_KEY` for torch.chunk of what the group holds together.
+        grouping: empty, or (number of shards of `key` that make one shard here, index of the group's first shard,
+            elements here for one of `key`'s). While tracing the last one may be symbolic.
+    """
+
+    sizes: list[int]
+    key: IntLike
+    grouping: list[Any]
+
+    def shards(self, total: int, ranks: int) -> tuple[int, ...]:
+        """Shard sizes in group order, at run time; see `resolve`."""
+        return GroupPartition.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
+
+    @staticmethod
+    def resolve(
+        total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
+    ) -> tuple[int, ...]:
+        """Shard sizes in group order, at run time.
+
+        Args:
+            total: what the group's shards add up to.
+            sizes: as in `GroupPartition`.
+            key: as in `GroupPartition`.
+            grouping: as in `GroupPartition`.
+            world_size: number of ranks in the group.
+        """
+        if sizes:
+            return tuple(sizes)
+        if key == CHUNK_KEY:
+            scale = grouping[2] if grouping else 1
+            return tuple(n * scale for n in chunk_sizes(total // scale, world_size))
+        shards = _TABLE.sizes_of(key)
+        if not grouping:
+            return shards[:world_size]  # of a nested partition, the first group's
+        inner, first, scale = grouping
+        return tuple(sum(shards[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))
