@@ -1,7 +1,7 @@
 """Errors of shardcompile.
 
-All derive from `RuntimeError`: a `TypeError` raised inside an operator's dispatch is swallowed by Python's binary
-operators (``x + y`` would then only say "unsupported operand").
+All of them derive from `RuntimeError`, because Python's binary operators swallow a `TypeError` raised inside of an
+operator's dispatch (``x + y`` would then only report "unsupported operand").
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 
-def _as_it_is(kind: type[ShardError]) -> type[ShardError]:
+def _unchanged(kind: type[ShardError]) -> type[ShardError]:
     return kind
 
 
@@ -18,13 +18,13 @@ class ShardError(RuntimeError):
     """Base class of every error that shardcompile raises on purpose.
 
     Attributes:
-        class_to_raise: chooses the class of a new error: the one that was called, or a subclass of it.
+        class_to_raise: maps the class that is instantiated to the class of the new error: itself, or a subclass of it.
     """
 
-    class_to_raise: ClassVar[Callable[[type[ShardError]], type[ShardError]]] = _as_it_is
+    class_to_raise: ClassVar[Callable[[type[ShardError]], type[ShardError]]] = _unchanged
 
     def __new__(cls, *args: object) -> Self:
-        """Make an error that torch's compiler does not wrap; see `compat.raised_errors`."""
+        """Creates an error that torch's compiler does not wrap; see `compat.raised_errors`."""
         return super().__new__(ShardError.class_to_raise(cls), *args)  # type: ignore[return-value]
 
 
@@ -33,15 +33,15 @@ class LayoutError(ShardError):
 
 
 class RedistributeError(ShardError):
-    """There is no way, or no meaningful way, from one layout to another."""
+    """No sequence of collectives, or no meaningful one, leads from one layout to another."""
 
 
 class UnsupportedOpError(ShardError):
-    """An operation cannot be carried out on this layout without giving a wrong result."""
+    """An op cannot run on these layouts without giving a wrong result."""
 
 
 class IndexRangeError(ShardError, IndexError):
-    """An index is out of range; also where plain PyTorch has a `RuntimeError` for it."""
+    """An index is out of range; also raised where plain PyTorch raises a `RuntimeError`."""
 
 
 class RuleError(ShardError):
@@ -53,7 +53,7 @@ class CollectiveError(ShardError):
 
 
 class RowRangeError(CollectiveError, IndexRangeError):
-    """A number of a row, or the rank that a row is sent to, is out of range on some rank; raised on all of them."""
+    """A row index, or the rank that a row is sent to, is out of range on some rank; raised on all ranks."""
 
 
 class PassError(ShardError):
@@ -61,16 +61,16 @@ class PassError(ShardError):
 
 
 class DivergenceError(ShardError):
-    """Ranks do not do the same, or one of them has died, so that others would wait without end."""
+    """Ranks have diverged, or one of them has died, so that the others would hang."""
 
 
 def refusal(call: str, given: str, why: str, way_out: str) -> UnsupportedOpError:
-    """The error with which a call is refused: what was called, on which layouts, why not, and what to do instead.
+    """Returns the error that refuses a call: the op, the layouts, the reason, and the way out.
 
     Args:
-        call: the op or function, as the user knows it.
-        given: the layouts that it met.
-        why: a clause.
-        way_out: a sentence without its full stop.
+        call: the op or function, by the name that the user calls.
+        given: the layouts of its inputs, as text.
+        why: the reason, as a clause.
+        way_out: what to do instead, as a sentence without its full stop.
     """
     return UnsupportedOpError(f"{call} of {given}: {why}. {way_out}")

@@ -1,6 +1,6 @@
-"""What links and devices can do: the constants of the cost model, each with where it comes from.
+"""Links and devices: the constants of the cost model, each with its source.
 
-Times are in seconds, sizes in bytes, rates in bytes or floating point operations per second, all for one rank.
+Times are in seconds, sizes in bytes, rates in bytes or floating point operations per second, all per rank.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links, as latency and bandwidth.
+    """The latency and bandwidth of a kind of interconnect.
 
-    A collective over n ranks takes ``launch + hop * log2(n) + wire bytes / bandwidth``. The logarithm stands for trees
-    and recursive doubling, which backends take where latency matters.
+    A collective over n ranks takes ``launch + hop * log2(n) + wire bytes / bandwidth``. The logarithm models trees and
+    recursive doubling, which backends use where latency matters.
 
     Attributes:
-        name: for people.
-        launch: seconds that every collective takes.
-        hop: seconds more for each doubling of the group.
+        name: the name to print.
+        launch: the fixed latency of every collective.
+        hop: the additional latency per doubling of the group size.
         bandwidth: bytes per second and rank, in one direction. For NCCL it is what nccl-tests call the bus bandwidth
             (PERFORMANCE.md there).
-        medium: ``ports`` if every rank has a link of its own, so that the rank with most to send or to receive decides;
-            ``shared`` if all ranks share one, as on the loopback of one machine, so that the sum over ranks decides.
-        host: seconds of the launch in which what computes is held up, because one thread runs Python and computes.
-        busy: the share of a transfer in which what computes is held up, because the same cores move the bytes.
+        medium: ``ports`` if every rank has its own link, so that the rank with most to send or to receive is the
+            bottleneck; ``shared`` if all ranks share one, as on the loopback of one machine, so that the total is.
+        host: the seconds of the launch that block compute, because one thread runs Python and computes.
+        busy: the fraction of a transfer that blocks compute, because the same cores move the bytes.
     """
 
     name: str
@@ -41,24 +41,24 @@ class Link:
     busy: float = 0.0
 
     def latency(self, group_size: int) -> float:
-        """Seconds that a collective takes however little it moves."""
+        """Returns the seconds of a collective that do not depend on its bytes."""
         return self.launch + self.hop * math.log2(max(group_size, 1))
 
     def seconds(self, wire_bytes: float, group_size: int) -> float:
-        """Seconds of a collective in which a rank moves so many bytes; none in a group of one."""
+        """Returns the seconds of a collective in which a rank moves `wire_bytes`; 0 for a group of one rank."""
         return 0.0 if group_size < 2 else self.latency(group_size) + wire_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a collective.
+    """The cost of a collective, in seconds.
 
     Attributes:
-        latency: that it takes however little it moves.
-        transfer: that its bytes take on the link.
-        packing: of compute before it starts.
-        unpacking: of compute when it is awaited.
-        held: in which what computes is held up before it starts, see `Link`; they are in none of the others.
+        latency: the part that does not depend on its bytes.
+        transfer: the time of its bytes on the link.
+        packing: the compute before it starts.
+        unpacking: the compute after it is awaited.
+        held: the time before it starts in which compute is blocked, see `Link`; not included in the other figures.
     """
 
     latency: float
@@ -69,25 +69,25 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Seconds from start to completion."""
         return self.latency + self.transfer
 
     @property
     def before(self) -> float:
-        """What compute does, or waits for, before it starts."""
+        """Seconds of compute, or of blocked compute, before it starts."""
         return self.packing + self.held
 
 
-# Latency. Of NVLink and InfiniBand on H100: a table of collectives measured on 8 x 8 H100 (shipped with AutoParallel's
-# overlap simulator) was fitted by 29 us and 335 GB/s among 8 ranks of a node, 87 us and 45 GB/s among 8 ranks of 8
-# nodes. How the latency divides into a launch and a share for each doubling is an estimate: 30 us is the base latency
-# of torch's own profile of InfiniBand (torch/_inductor/comm_analysis.py), 20 us of it are given to the launch on
-# NVLink. Other generations are given the same latencies, an estimate as well.
-# Bandwidth. NVLink moves 300, 450 and 900 GB/s in one direction on A100, H100 and B200 (NVIDIA's data sheets of the
-# three give twice as much for both). 335 GB/s was measured on H100, which is 0.74 of 450; the others are that share, an
-# estimate. InfiniBand: HDR is 200, NDR 400 Gbit/s for each GPU's adapter; 45 of NDR's 50 GB/s were measured, HDR is
-# given the same share. PCIe: 10 GB/s is torch's figure for NCCL without NVLink (comm_analysis.py), of the 31.5 GB/s of
-# 16 lanes of PCIe 4; PCIe 5 is given twice that, an estimate.
+# Latency of NVLink and InfiniBand on H100: a table of collectives measured on 8 x 8 H100 (shipped with AutoParallel's
+# overlap simulator) is fitted by 29 us and 335 GB/s among 8 ranks of one node, and by 87 us and 45 GB/s among 8 ranks
+# of 8 nodes. The split of the latency into launch and hop is an estimate: 30 us is the base latency of torch's own
+# profile of InfiniBand (torch/_inductor/comm_analysis.py), and 20 us are assigned to the launch on NVLink. Other
+# generations are assigned the same latencies, also an estimate.
+# Bandwidth: NVLink moves 300, 450 and 900 GB/s in one direction on A100, H100 and B200 (NVIDIA's data sheets give the
+# sum of both directions, twice as much). 335 GB/s was measured on H100, which is 0.74 of 450; the same fraction is
+# assumed for the others. InfiniBand: HDR is 200, NDR 400 Gbit/s for each GPU's adapter; 45 of NDR's 50 GB/s were
+# measured, and the same fraction is assumed for HDR. PCIe: 10 GB/s is torch's figure for NCCL without NVLink
+# (comm_analysis.py), of the 31.5 GB/s of 16 lanes of PCIe 4; twice that is assumed for PCIe 5.
 NVLINK3 = Link("NVLink 3 (A100)", launch=20e-6, hop=3e-6, bandwidth=223e9)
 NVLINK4 = Link("NVLink 4 (H100, H200)", launch=20e-6, hop=3e-6, bandwidth=335e9)
 NVLINK5 = Link("NVLink 5 (B200)", launch=20e-6, hop=3e-6, bandwidth=670e9)
@@ -102,18 +102,18 @@ GLOO_LOOPBACK = Link("gloo on loopback", launch=100e-6, hop=250e-6, bandwidth=0.
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with, as a roofline.
+    """The roofline model of the device that one rank computes on.
 
     Attributes:
-        name: for people.
+        name: the name to print.
         kind: torch's device type.
-        flops: peak floating point operations per second of matrix products, by dtype; others are taken for float32.
-        memory: bytes per second to and from memory, the peak.
-        share: how much of either peak kernels reach.
+        flops: the peak floating point operations per second of matrix products, by dtype; float32's for other dtypes.
+        memory: the peak memory bandwidth in bytes per second.
+        share: the fraction of either peak that kernels reach.
         kernel: seconds to launch a kernel.
-        element: seconds for one element of a function that is no arithmetic, such as exp, beside moving it.
-        call: seconds of Python around each run of a graph, in which nothing is computed.
-        mask: seconds for one bool that a kernel stores or reads, beside moving it: half of what it takes to do both.
+        element: seconds per element of a transcendental function such as exp, in addition to moving the element.
+        call: seconds of Python overhead per run of a graph, in which nothing is computed.
+        mask: seconds per bool that a kernel stores or reads, in addition to moving it: half of what both take together.
         intra: the link within a node.
         inter: the link between nodes.
     """
@@ -133,17 +133,17 @@ class Device:
     def compute_seconds(
         self, flops: float, nbytes: float, dtype: torch.dtype, elements: float = 0, masks: float = 0
     ) -> float:
-        """Seconds of a kernel and its launch.
+        """Returns the seconds of a kernel and its launch.
 
-        A GPU hides the shorter of computing and moving behind the longer (Williams et al., "Roofline", 2009). A CPU
-        core does one after the other: results lie in new memory, and what it reads has left the caches.
+        A GPU overlaps compute and memory traffic, so the longer of the two counts (Williams et al., "Roofline", 2009).
+        A CPU core does one after the other: results are written to new memory, and operands have left the caches.
 
         Args:
-            flops: operations of products.
-            nbytes: to and from memory.
-            dtype: of the numbers.
-            elements: for which a function is computed that is no arithmetic.
-            masks: bools that are stored or read.
+            flops: the floating point operations of matrix products.
+            nbytes: the bytes to and from memory.
+            dtype: the dtype of the operands.
+            elements: the number of elements for which a transcendental function is computed.
+            masks: the number of bools that are stored or read.
         """
         peak = self.flops.get(dtype, self.flops[torch.float32])
         computing = max(flops / peak / self.share, elements * self.element + masks * self.mask)
@@ -151,8 +151,8 @@ class Device:
         return self.kernel + (computing + moving if self.kind == "cpu" else max(computing, moving))
 
 
-# Peaks: NVIDIA's data sheets of A100 80 GB SXM, H100 SXM, H200 SXM and B200, without sparsity; float64 by tensor cores.
-# float32 is torch's default, which keeps matrix products off TF32. That kernels reach 0.7 of a peak, and that a
+# Peaks: NVIDIA's data sheets of A100 80 GB SXM, H100 SXM, H200 SXM and B200, without sparsity; float64 on tensor cores.
+# float32 is without TF32, which is torch's default for matrix products. That kernels reach 0.7 of a peak, and that a
 # launch costs 4 us between kernels of a busy stream, are estimates.
 A100 = Device(
     "A100",
@@ -185,8 +185,8 @@ B200 = Device(
     intra=NVLINK5,
     inter=INFINIBAND_NDR,
 )
-# One core with AVX2 at 3 GHz: 2 units x 8 floats x 2 operations make 96 GFLOP/s; its part of a server's memory
-# bandwidth is of the order of 10 GB/s. Both are estimates, as is the cost of calling a kernel.
+# One core with AVX2 at 3 GHz: 2 FMA units x 8 floats x 2 operations give 96 GFLOP/s; one core's part of a server's
+# memory bandwidth is of the order of 10 GB/s. Both are estimates, as is the cost of a kernel launch.
 CPU_CORE = Device(
     "one CPU core",
     "cpu",
@@ -199,16 +199,16 @@ CPU_CORE = Device(
 )
 
 DEVICES = {"a100": A100, "h100": H100, "h200": H200, "b200": B200, "cpu": CPU_CORE}
-"""By their names in small letters."""
+"""The devices by their names in lower case."""
 
 RANKS_PER_NODE = 8
-"""GPUs of a DGX or HGX node."""
+"""The number of GPUs of a DGX or HGX node."""
 
 
 def device_of(kind: str) -> Device:
-    """What to reckon with where nothing more is known: a core for ``cpu``, an H100 for everything else.
+    """Returns the default device of the cost model: a CPU core for ``cpu``, an H100 for everything else.
 
-    The GPU at hand is not asked: ranks with different ones would reckon with different costs.
+    The actual GPU is not queried: ranks with different GPUs would compute different costs.
 
     Args:
         kind: torch's device type.
@@ -217,33 +217,33 @@ def device_of(kind: str) -> Device:
 
 
 def link_of(device: Device, group_size: int, ranks_per_node: int = RANKS_PER_NODE, spread: bool | None = None) -> Link:
-    """The link that limits a group: within a node if the group is in one.
+    """Returns the link that limits a group: the link within a node if the group lies in one, else that between nodes.
 
-    Reads nothing that could differ between ranks. Between nodes each rank is assumed to have an adapter of its own,
-    however many ranks of its node are in the group.
+    The answer is rank-invariant. Between nodes each rank is assumed to have its own adapter, however many ranks of its
+    node are in the group.
 
     Args:
-        device: of every rank.
-        group_size: ranks in the group.
-        ranks_per_node: of every node.
+        device: the device of every rank.
+        group_size: the number of ranks in the group.
+        ranks_per_node: the number of ranks on every node.
         spread: whether the group, or another one along the same mesh dim, has ranks on several nodes, see
-            `spans_nodes`; None if that is not known: then a group is in one node if it fits.
+            `spans_nodes`; None if unknown: a group that fits into a node is then assumed to lie in one.
     """
     spread = group_size > ranks_per_node if spread is None else spread
     return device.inter if spread else device.intra
 
 
 def spans_nodes(ranks: Sequence[int], world_size: int, ranks_per_node: int = RANKS_PER_NODE) -> bool:
-    """Whether a group has ranks on several nodes, or could have: the same for all groups along a mesh dim.
+    """Whether some group along the same mesh dim may have ranks on several nodes; equal for all groups of the mesh dim.
 
-    Ranks are numbered node by node. The groups along a mesh dim have the same number of ranks, at the same distance
-    from each other. So none crosses the border of a node if their reach divides a node. Otherwise some do, and all
-    ranks have to reckon with the slower link. So they do for a group whose ranks are not at equal distances.
+    Ranks are numbered node by node. The groups along a mesh dim have the same number of ranks and the same stride
+    between them. If stride times group size divides the ranks of a node, no group crosses a node boundary. Otherwise
+    some group does, and all ranks assume the slower link. They also assume it for a group without a constant stride.
 
     Args:
-        ranks: of the group, by their number in the world.
-        world_size: ranks in all.
-        ranks_per_node: of every node.
+        ranks: the global ranks of the group.
+        world_size: the number of ranks in the job.
+        ranks_per_node: the number of ranks on every node.
     """
     if world_size <= ranks_per_node or len(ranks) < 2:
         return False

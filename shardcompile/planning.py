@@ -1,9 +1,9 @@
-"""Plans: the cheapest way from one layout to another, as data.
+"""Redistribution planning: finds the cheapest sequence of collectives from one layout to another.
 
-A plan is a list of steps, each on one mesh dim. The search is Dijkstra's algorithm over layouts; the cost of a step is
-the bytes that it moves between ranks, which depends on the real shard sizes. Rounds of messages decide between equal
-costs. It reads global shapes and partitions only, so that every rank finds the same plan. Pure: no tensors, no process
-groups.
+A plan is a list of steps, each on one mesh dim. The search is Dijkstra's algorithm over layouts. The cost of a step is
+the number of bytes that it moves between ranks, which depends on the actual shard sizes; ties are broken by the number
+of collectives. The search reads global shapes and partitions only, so every rank finds the same plan. It is pure: it
+uses no tensors and no process groups.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ StepKind = Literal[
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One move on one mesh dim.
+    """One step of a redistribution: a collective or a local slice along one mesh dim.
 
     Attributes:
         kind: the collective, or ``take_shard`` for a local slice.
-        mesh_dim: the mesh dim it works on.
-        src: layout before.
-        dst: layout after.
-        nbytes: bytes that ranks send to one another, all ranks together; an estimate while tracing.
+        mesh_dim: the mesh dim along which the step runs.
+        src: the layout before the step.
+        dst: the layout after the step.
+        nbytes: the bytes moved between ranks, summed over all ranks; an estimate while tracing.
     """
 
     kind: StepKind
@@ -53,14 +53,14 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Steps from one layout to another.
+    """The steps of a redistribution from one layout to another.
 
     Attributes:
-        src: layout before.
-        dst: layout after.
-        steps: in order; none if both lay the data out alike.
-        apart: how the shard is seen while the steps are taken, if dims are taken apart for them.
-        parts: the plans of which it is made, one after the other, if it is.
+        src: the source layout.
+        dst: the target layout.
+        steps: the steps in order; empty if both layouts place the data identically.
+        apart: the view with segmented dims split in which the steps run; None if they run on the tensor itself.
+        parts: the consecutive plans of which this plan is composed; empty if it is a single one.
     """
 
     src: Layout
@@ -71,17 +71,17 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that ranks send to one another, all ranks and steps together."""
+        """Bytes moved between ranks, summed over all ranks and steps."""
         return sum(s.nbytes for s in self.steps)
 
     @property
     def nominal_nbytes(self) -> int:
-        """The same, as if all shards were of one size."""
+        """Bytes moved between ranks if all shards had the same size."""
         return sum(moved_bytes(s.kind, s.mesh_dim, s.src, s.dst, exact=False) for s in self.steps)
 
     @property
     def communicates(self) -> bool:
-        """Whether any step is more than a local slice."""
+        """Whether any step is a collective rather than a local slice."""
         return any(s.kind != "take_shard" for s in self.steps)
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ class Plan:
         return "\n".join([*map(str, self.steps), *self._reasons()])
 
     def _reasons(self) -> Iterator[str]:
-        """Why the plan moves more than the fewest bytes."""
+        """Yields the reasons why the plan moves more bytes than necessary."""
         reductions = [s for s in self.steps if s.kind == "all_reduce"]
         if len(reductions) > 1:
             first, worlds = reductions[0], [s.src.mesh.shape[s.mesh_dim] for s in reductions]
-            # The first step's bytes are those of all its groups: there is one for each rank of the other mesh dims.
+            # The bytes of the first step are those of all its groups: one per coordinate along the other mesh dims.
             per_group = first.nbytes // (math.prod(worlds[1:]) * (worlds[0] - 1))
             total, bound = sum(s.nbytes for s in reductions), per_group * (math.prod(worlds) - 1)
             yield (
@@ -104,52 +104,55 @@ class Plan:
 
 
 def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Plan:
-    """The plan of fewest bytes from `src` to `dst`, cached for layouts without symbols.
+    """Returns the plan from `src` to `dst` that moves the fewest bytes, cached for layouts without symbols.
 
     Args:
-        src: layout before.
-        dst: layout after.
-        ask_chunked: as in `Partition.same_shards`; without it the plan is a price, for which a trace installs no guard.
+        src: the source layout.
+        dst: the target layout.
+        ask_chunked: as in `Partition.same_shards`; if False, the plan only estimates a cost, and the search installs no
+            guards.
 
     Raises:
-        RedistributeError: the global shapes, dtypes or meshes differ, or no sequence of steps means anything.
+        RedistributeError: the global shapes, dtypes or meshes differ, or no meaningful sequence of steps exists.
     """
     if src is dst:
         return Plan(src, dst, ())
     if has_runs(src) or has_runs(dst):
-        return _plan_of_runs(src, dst)
+        return _plan_segments(src, dst)
     if src.is_traced or dst.is_traced:
         return _search(src, dst, ask_chunked)
     return _search_cached(src, dst)
 
 
-def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
-    """The steps where leading dims were flattened into sharded ones: with those apart."""
+def _plan_segments(src: Layout, dst: Layout) -> Plan:
+    """Plans a redistribution of segmented dims, in the view that splits off the leading dims flattened into them."""
     _check_meaningful(src, dst)
     partitions = [
         (None if a is None else a.runs, None if b is None else b.runs)
         for a, b in zip(src.partitions, dst.partitions, strict=True)
     ]
-    both = [(a, b) for a, b in partitions if a is not None and b is not None]
-    if all(statically_known_true(a == b) for a, b in both):
+    sharded_in_both = [(a, b) for a, b in partitions if a is not None and b is not None]
+    if all(statically_known_true(a == b) for a, b in sharded_in_both):
         apart = Apart(tuple(a if a is not None else 1 if b is None else b for a, b in partitions))
         return Plan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
-    exchanged = _exchange_of_stretches(src, dst)
+    exchanged = _exchange_segments(src, dst)
     if exchanged is not None:
         parts = (exchanged, find_plan(exchanged.dst, dst))
         return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
-    # What is sharded in two ways of which one crosses the other goes through the whole dim.
-    whole = src
+    # A dim whose number of segments changes, and that no exchange serves, is gathered first.
+    intermediate = src
     for dim, (a, b) in enumerate(partitions):
         if a is not None and b is not None and not statically_known_true(a == b):
-            whole = whole.gathered(dim)
-    parts = (find_plan(src, whole), find_plan(whole, dst))
+            intermediate = intermediate.gathered(dim)
+    parts = (find_plan(src, intermediate), find_plan(intermediate, dst))
     return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
 
 
-def _exchange_of_stretches(src: Layout, dst: Layout) -> Plan | None:
-    """The exchange that brings a dim to the partition of the target, which has another number of stretches; None for
-    several such dims, and where other mesh dims have a part in it."""
+def _exchange_segments(src: Layout, dst: Layout) -> Plan | None:
+    """Returns the exchange that brings a dim to the target's partition, which has a different number of segments.
+
+    Returns None if there are several such dims, or if the dim is not sharded over the same single mesh dim in both.
+    """
     pairs = enumerate(zip(src.partitions, dst.partitions, strict=True))
     dims = [d for d, (a, b) in pairs if a and b and not statically_known_true(a.runs == b.runs)]
     if len(dims) != 1:
@@ -158,11 +161,11 @@ def _exchange_of_stretches(src: Layout, dst: Layout) -> Plan | None:
     before, after = src.partition_of(dim), dst.partition_of(dim)
     if len(before.mesh_dims) != 1 or before.mesh_dims != after.mesh_dims:
         return None
-    partitions = [after if d == dim else c for d, c in enumerate(src.partitions)]
-    between = Layout.of(src.mesh, src.placements, src.shape, src.dtype, partitions)
+    partitions = [after if d == dim else p for d, p in enumerate(src.partitions)]
+    intermediate = Layout.of(src.mesh, src.placements, src.shape, src.dtype, partitions)
     (mesh_dim,) = before.mesh_dims
-    step = Step("regroup_rows", mesh_dim, src, between, moved_bytes("regroup_rows", mesh_dim, src, between))
-    return Plan(src, between, (step,))
+    nbytes = moved_bytes("regroup_rows", mesh_dim, src, intermediate)
+    return Plan(src, intermediate, (Step("regroup_rows", mesh_dim, src, intermediate, nbytes),))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -176,7 +179,7 @@ forget_with_world(_search_cached.cache_clear)
 def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> Plan:
     _check_meaningful(src, dst)
     planner = _Planner(src, dst, ask_chunked)
-    order = itertools.count()  # ties: first found first, the same on every rank
+    order = itertools.count()  # breaks ties by order of discovery, which is rank-invariant
     start = planner.start()
     frontier: list[tuple[int, int, int, _State, tuple[Step, ...]]] = [(0, 0, next(order), start, ())]
     done: set[_State] = set()
@@ -190,7 +193,7 @@ def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> Plan:
         for step, after in planner.moves(state):
             cost = (nbytes + step.nbytes, rounds + (step.kind != "take_shard"), next(order))
             heapq.heappush(frontier, (*cost, after, (*steps, step)))
-    raise RedistributeError(f"no way from {src.describe()} to {dst.describe()}")
+    raise RedistributeError(f"no sequence of steps leads from {src.describe()} to {dst.describe()}")
 
 
 def _check_meaningful(src: Layout, dst: Layout) -> None:
@@ -212,19 +215,19 @@ def _check_meaningful(src: Layout, dst: Layout) -> None:
             )
 
 
-# For each tensor dim where its partition comes from (0 source, 1 target) and how many mesh dims of it are left,
-# and for each mesh dim its placement.
+# A state of the search: for each tensor dim the layout that its partition is taken from (0 source, 1 target) and the
+# number of outermost mesh dims that still shard it, and for each mesh dim its placement.
 _State = tuple[tuple[tuple[int, int], ...], tuple[Placement, ...]]
 
 
 class _Planner:
-    """States and moves between two layouts."""
+    """The search space between two layouts: states, and the steps that lead from one to another."""
 
     def __init__(self, src: Layout, dst: Layout, ask_chunked: bool = True) -> None:
         self.src, self.dst, self._ask_chunked = src, dst, ask_chunked
         self._prefixes: dict[tuple[int, int, int], Partition | None] = {}
         self._layouts: dict[_State, Layout] = {}
-        self._alike: dict[tuple[int, int], bool] = {}
+        self._same_as_target: dict[tuple[int, int], bool] = {}
 
     def start(self) -> _State:
         return tuple((0, len(c.mesh_dims) if c else 0) for c in self.src.partitions), self.src.placements
@@ -233,36 +236,39 @@ class _Planner:
         partitions, placements = state
         if placements != self.dst.placements:
             return False
-        return all(self._arrived(dim, *name) for dim, name in enumerate(partitions))
+        return all(self._is_dim_done(dim, *source) for dim, source in enumerate(partitions))
 
-    def _arrived(self, dim: int, origin: int, depth: int) -> bool:
+    def _is_dim_done(self, dim: int, origin: int, depth: int) -> bool:
         target = self.dst.partitions[dim]
         if depth != (len(target.mesh_dims) if target else 0):
             return False
-        return depth == 0 or self._is_targets(dim, origin, depth)
+        return depth == 0 or self._matches_target(dim, origin, depth)
 
-    def _is_targets(self, dim: int, origin: int, depth: int) -> bool:
-        """Whether the outermost mesh dims divide a dim as they do in the target."""
+    def _matches_target(self, dim: int, origin: int, depth: int) -> bool:
+        """Whether the outermost `depth` mesh dims shard a dim as they do in the target."""
         if origin == 1:
             return True
-        if (dim, depth) not in self._alike:
+        if (dim, depth) not in self._same_as_target:
             now, target = self.partition(dim, 0, depth), self.partition(dim, 1, depth)
-            known_to_one = now is not None and target is not None and now.is_traced != target.is_traced
-            # A price needs no shard's size, and a graph that read the rank's place would serve this rank alone.
-            here = coordinate(self.src.mesh) if known_to_one and self._ask_chunked else None
-            self._alike[dim, depth] = now is not None and now.same_shards(target, here, ask_chunked=self._ask_chunked)
-        return self._alike[dim, depth]
+            one_is_traced = now is not None and target is not None and now.is_traced != target.is_traced
+            # A cost estimate needs no local shard size, and reading the coordinate would make the graph depend on the
+            # rank.
+            place = coordinate(self.src.mesh) if one_is_traced and self._ask_chunked else None
+            self._same_as_target[dim, depth] = now is not None and now.same_shards(
+                target, place, ask_chunked=self._ask_chunked
+            )
+        return self._same_as_target[dim, depth]
 
     def partition(self, dim: int, origin: int, depth: int) -> Partition | None:
         key = (dim, origin, depth)
         if key not in self._prefixes:
-            whole = (self.src, self.dst)[origin].partitions[dim]
-            self._prefixes[key] = whole.prefix(depth) if whole and depth else None
+            full = (self.src, self.dst)[origin].partitions[dim]
+            self._prefixes[key] = full.prefix(depth) if full and depth else None
         return self._prefixes[key]
 
     def layout(self, state: _State) -> Layout:
         if state not in self._layouts:
-            partitions = [self.partition(dim, *name) for dim, name in enumerate(state[0])]
+            partitions = [self.partition(dim, *source) for dim, source in enumerate(state[0])]
             self._layouts[state] = Layout.of(self.src.mesh, state[1], self.src.shape, self.src.dtype, partitions)
         return self._layouts[state]
 
@@ -286,7 +292,7 @@ class _Planner:
         partition = self.partition(dim, origin, depth)
         assert partition is not None, "a sharded dim has a partition"
         if partition.mesh_dims[-1] != mesh_dim:
-            return  # only the innermost mesh dim can move: the others' shards are not contiguous
+            return  # only the innermost mesh dim can move: the shards of an outer one are not contiguous
         shrunk = _replace(partitions, dim, (origin if depth > 1 else 0, depth - 1))
         yield self._step("all_gather_v", mesh_dim, state, shrunk, Replicate())
         for other in range(len(partitions)):
@@ -294,20 +300,21 @@ class _Planner:
             if grown is not None:
                 yield self._step("all_to_all_v", mesh_dim, state, grown, Shard(other))
         repartition = self._grow(shrunk, dim, mesh_dim)
-        if repartition is not None and not self._is_targets(dim, origin, depth):
+        if repartition is not None and not self._matches_target(dim, origin, depth):
             yield self._step("fetch_ranges", mesh_dim, state, repartition, Shard(dim))
 
     def _grow(
         self, partitions: tuple[tuple[int, int], ...], dim: int, mesh_dim: int
     ) -> tuple[tuple[int, int], ...] | None:
-        """`partitions` with `mesh_dim` as the next one to divide `dim`, in the target's sharded, or None if it is
-        not.
+        """Returns `partitions` with `dim` sharded by one more mesh dim, `mesh_dim`, as in the target.
+
+        Returns None if `mesh_dim` is not the next mesh dim of the target's partition of `dim`.
         """
         origin, depth = partitions[dim]
         after = self.partition(dim, 1, depth + 1)
         if after is None or len(after.mesh_dims) != depth + 1 or after.mesh_dims[-1] != mesh_dim:
             return None
-        if depth and not self._is_targets(dim, origin, depth):
+        if depth and not self._matches_target(dim, origin, depth):
             return None
         return _replace(partitions, dim, (1, depth + 1))
 
@@ -329,39 +336,39 @@ def _replace(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
 
 
 def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout, exact: bool = True) -> int:
-    """Bytes that ranks send to one another in one step, all ranks of the mesh together.
+    """Returns the bytes moved between ranks in one step, summed over all ranks of the mesh.
 
-    Without `exact`, an exchange counts as if all shards were of one size, as it does while tracing.
+    Without `exact`, an exchange is computed as if all shards had the same size, as it is while tracing.
 
-    Each is the least that any algorithm can move: a gather brings every rank what it lacks; a reduction of n bytes
-    over w ranks moves 2 n (w - 1) (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), half of
-    it if the result stays scattered; an exchange moves the rows that change hands.
+    Each figure is the lower bound of any algorithm: an all-gather brings every rank the rows it lacks; an all-reduce of
+    n bytes over w ranks moves 2 n (w - 1) (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), a
+    reduce-scatter half of it; an exchange moves the rows that change ranks.
     """
     if kind == "take_shard":
         return 0
     world = src.mesh.shape[mesh_dim]
-    whole = math.prod(size_hint(s) for s in src.shape) * src.dtype.itemsize
+    global_nbytes = math.prod(size_hint(s) for s in src.shape) * src.dtype.itemsize
     copies = math.prod(
         src.mesh.shape[m] for m, p in enumerate(src.placements) if m != mesh_dim and not isinstance(p, Shard)
     )
     if kind in ("all_gather_v", "reduce_scatter_v"):
-        return copies * whole * (world - 1)
+        return copies * global_nbytes * (world - 1)
     if kind == "all_reduce":
-        return 2 * copies * whole * (world - 1)
+        return 2 * copies * global_nbytes * (world - 1)
     if kind == "regroup_rows":
-        return copies * whole * (world - 1) // world
-    kept, of = _kept_share(kind, mesh_dim, src, dst) if exact else (1, world)
-    return copies * whole * (of - kept) // of
+        return copies * global_nbytes * (world - 1) // world
+    kept, total = _kept_fraction(kind, mesh_dim, src, dst) if exact else (1, world)
+    return copies * global_nbytes * (total - kept) // total
 
 
-def _kept_share(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> tuple[int, int]:
-    """The share of the tensor that is on its rank already before an exchange, as a fraction: bytes are exact."""
+def _kept_fraction(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> tuple[int, int]:
+    """Returns the fraction of the tensor that an exchange leaves on its rank, as two ints so that bytes are exact."""
     world = src.mesh.shape[mesh_dim]
-    a, b = _sharded_by(src, mesh_dim), _sharded_by(dst, mesh_dim)
+    a, b = _partition_over(src, mesh_dim), _partition_over(dst, mesh_dim)
     if a.shards is None or b.shards is None or not sum(a.shards) or not sum(b.shards):
         return 1, world
     if kind == "all_to_all_v":
-        # The mesh dims outside of the two partitions are not the same ones: every shard of one meets all of the other.
+        # The outer mesh dims of the two partitions differ, so every shard of one intersects every shard of the other.
         kept = sum(sum(a.shards[r::world]) * sum(b.shards[r::world]) for r in range(world))
         return kept, sum(a.shards) * sum(b.shards)
     kept = 0
@@ -371,7 +378,7 @@ def _kept_share(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> tupl
     return kept, sum(a.shards)
 
 
-def _sharded_by(layout: Layout, mesh_dim: int) -> Partition:
+def _partition_over(layout: Layout, mesh_dim: int) -> Partition:
     for partition in layout.partitions:
         if partition is not None and partition.mesh_dims[-1] == mesh_dim:
             return partition
@@ -383,15 +390,15 @@ def target_layout(
     placements: tuple[Placement, ...],
     partitions: dict[int, Partition] | None = None,
 ) -> Layout:
-    """The layout that `src` gets by redistribution to `placements`.
+    """Returns the layout that a redistribution of `src` to `placements` results in.
 
-    Without a stated partition, a tensor dim that was sharded by the same mesh dims keeps its partition, and any other
-    gets the chunk partition.
+    Without a stated partition, a tensor dim that stays sharded over the same mesh dims keeps its partition, and any
+    other sharded dim gets the chunk partition.
 
     Args:
-        src: layout now.
-        placements: normalised, one for each mesh dim.
-        partitions: for tensor dims whose partition is stated.
+        src: the source layout.
+        placements: normalized placements, one per mesh dim.
+        partitions: the stated partitions by tensor dim.
     """
     new_partitions: list[Partition | None] = []
     for dim, size in enumerate(src.shape):

@@ -1,4 +1,4 @@
-"""Carrying out a plan on this rank's local shard."""
+"""Executes a redistribution plan on this rank's local shard."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from shardcompile.sharding import Apart, GroupPartition, Layout, Partition, neig
 
 
 def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
-    """Bring this rank's local shard from the plan's source layout to its target layout.
+    """Redistributes this rank's local shard from the plan's source layout to its target layout.
 
     Args:
-        plan: from `find_plan`.
+        plan: a plan of `find_plan`.
         local: this rank's local shard in the layout `plan.src`.
-        async_op: leave the last collective for the caller to wait for.
+        async_op: whether the caller waits for the last collective.
     """
     if plan.parts:
         for part in plan.parts:
             local = run_plan(part, local)
         return local
     if plan.apart is not None:
-        return _run_apart(plan, plan.apart, local)
+        return _run_in_view(plan, plan.apart, local)
     for step in plan.steps:
         if step.kind == "take_shard":
             local = _take_shard(step, local)
             continue
         if step.kind == "all_reduce" and step.src.mesh.shape[step.mesh_dim] == 1:
-            local = local.clone()  # the only term
+            local = local.clone()  # a group of one rank: there is one term, and nothing to reduce
             continue
         unfinished = async_op and step is plan.steps[-1]
-        pending = _run_with_note(step, local) if compat.is_traced() else _start(step, local)
+        pending = _start_annotated(step, local) if compat.is_traced() else _start(step, local)
         local = pending.result() if unfinished else pending.wait()
     return local
 
 
-def _run_apart(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
-    """The steps of a plan for a shard with dims apart, which are put together again afterwards."""
+def _run_in_view(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
+    """Runs the steps of a plan in the view that splits segmented dims, and flattens the result again."""
     if not plan.steps:
         return local
     src, dst = apart.layout(plan.src), apart.layout(plan.dst)
@@ -58,17 +58,17 @@ def _run_apart(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
 
 
 def _reshape(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
-    """In a trace `reshape` asks for the shard sizes."""
+    """Copies to a dense tensor and views it: while tracing, `reshape` itself would guard on the local shard sizes."""
     return torch.ops.aten.view.default(dense_copy(x), list(shape))
 
 
-def _run_with_note(step: Step, x: Tensor) -> Pending | Decoded:
-    """A step in a trace: its collective's node says what it is for."""
-    with _noted(step):
+def _start_annotated(step: Step, x: Tensor) -> Pending | Decoded:
+    """Starts a step in a trace, annotating the collective's node with the redistribution that it belongs to."""
+    with _annotation(step):
         return _start(step, x)
 
 
-def _noted(step: Step) -> contextlib.AbstractContextManager[None]:
+def _annotation(step: Step) -> contextlib.AbstractContextManager[None]:
     mesh, m = step.src.mesh, step.mesh_dim
     move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"
     name = mesh.mesh_dim_names[m] if mesh.mesh_dim_names else str(m)
@@ -82,7 +82,7 @@ def _start(step: Step, x: Tensor) -> Pending | Decoded:
 def _coordinate(layout: Layout) -> Sequence[int]:
     coordinate = compat.coordinate(layout.mesh)
     if coordinate is None:
-        raise AssertionError("ranks outside of the mesh hold no tensors of it")
+        raise AssertionError("ranks outside of the mesh hold no shards of its tensors")
     return coordinate
 
 
@@ -93,11 +93,9 @@ def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Partition]:
 
 
 def _size(partition: Partition, layout: Layout) -> int | torch.SymInt:
-    """Size of this rank's local shard; also of a partition that a trace knows only as the outer part of a nested
-    one.
-    """
+    """Returns the size of this rank's local shard, also for the outer part of a nested partition in a trace."""
     if partition.shards is not None and compat.is_traced() and partition.is_even:
-        return partition.shards[0]  # the graph does not depend on the rank
+        return partition.shards[0]  # keeps the graph rank-invariant
     return shard_size(partition, layout.mesh)
 
 
@@ -157,9 +155,9 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
 def _regroup_rows(step: Step, x: Tensor) -> Pending:
     dim, src = _shard_dim(step.src, step.mesh_dim)
     dst = step.dst.partition_of(dim)
-    held, wanted = _ref(neighbouring(src), step.src), _ref(neighbouring(dst), step.dst)
+    src_ref, dst_ref = _ref(neighbouring(src), step.src), _ref(neighbouring(dst), step.dst)
     total, shard = step.dst.shape[dim], _size(dst, step.dst)
-    return REGROUP_ROWS.start(Regroup(x, dim, total, shard, held, wanted, src.runs, dst.runs, _group(step)))
+    return REGROUP_ROWS.start(Regroup(x, dim, total, shard, src_ref, dst_ref, src.runs, dst.runs, _group(step)))
 
 
 def _take_shard(step: Step, x: Tensor) -> Tensor:
@@ -167,8 +165,8 @@ def _take_shard(step: Step, x: Tensor) -> Tensor:
     shard = _size(partition, step.dst)
     rows = x.shape[dim]
     if isinstance(x.stride(dim), int) and x.stride(dim) == 0 and not (isinstance(rows, int) and rows <= 1):
-        # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it. A dim of one row may
-        # have that stride as well; in a trace it is not known that a shard has no more.
+        # The dim is expanded: all rows share memory. Unlike a custom op, a slice is fused with its consumers. A dim of
+        # one row may have stride 0 as well, but a trace cannot rely on the local shard having at most one row.
         return x.narrow(dim, 0, shard).clone(memory_format=torch.contiguous_format)
     return TAKE_SHARD.call(TakeShard(x, dim, shard, _ref(partition, step.dst), _group(step)))  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
-"""The typed base of sharded tensors: what is known of them below the class itself.
+"""`Sharded`: the typed base class of sharded tensors, on which dispatch and the ops depend.
 
-Ops are carried out on a spec and a shard. How the class is taken apart by the compiler, and what it offers to users, is
-in `shardcompile.tensor`.
+Ops need only the spec and the local shard. How the compiler flattens and unflattens the subclass, and the methods that
+users call, are in `shardcompile.tensor`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from shardcompile.sharding import Layout, Spec
 
 
 class Copied(Protocol):
-    """The shard of a view that had to be copied, and follows what it is a view of."""
+    """The copied local shard of a view that could not alias its base; it is kept in sync with the base."""
 
     shard: Tensor
 
     def current(self) -> Tensor:
-        """The shard, made again if it is out of date."""
+        """Returns the shard, copied again from the base if it is stale."""
 
     def state(self) -> object:
-        """What changes with every write to what is viewed."""
+        """Returns a value that changes with every write to the base."""
 
     def follows(self, x: Sharded) -> bool:
-        """Whether this is a view of a tensor, or a view of a view of it."""
+        """Whether this is a view of a tensor, directly or through other views."""
 
     def write_back(self, view: Sharded) -> None:
-        """Write the shard into what is viewed."""
+        """Writes the shard back to the base."""
 
     def check_writable(self, op: object) -> None:
-        """Raise before anything is written that could not be written back."""
+        """Raises, before the shard is written to, if the write could not be written back to the base."""
 
 
 class Sharded(torch.Tensor):
-    """A tensor of the global shape whose shards lie on the ranks of a mesh.
+    """A tensor of the global shape whose local shards are held by the ranks of a mesh.
 
     Attributes:
-        _spec: its layout and its strides.
-        _local_tensor: this rank's local shard, in the order of dims that the strides state.
-        _in_flight: the shard while it is on its way; waited for when the shard is first asked for.
-        _copied: for a view that a shard cannot hold.
-        _views: views of it that autograd knows, while they are there.
-        _followers: copied views of it.
-        _align_grad: whether its gradient has still to be told to come in its layout.
+        _spec: its layout and global strides.
+        _local_tensor: this rank's local shard, stored in the order of dims that the strides state.
+        _in_flight: the local shard while a collective still computes it; awaited at the first access of the shard.
+        _copied: the copied shard of a view that cannot alias its base; None for any other tensor.
+        _views: weak references to the views of it that autograd tracks.
+        _followers: weak references to the copied views of it.
+        _align_grad: whether a hook that gives the gradient its layout has still to be registered.
     """
 
     _spec: Spec
@@ -60,37 +60,37 @@ class Sharded(torch.Tensor):
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> Self:
-        """The sharded tensor of a shard."""
+        """Wraps a local shard in a sharded tensor."""
         raise NotImplementedError
 
     def _stand_in(self) -> Self:
-        """Another wrapper of the same shard."""
+        """Returns another wrapper of the same local shard."""
         raise NotImplementedError
 
     def _turn_into(self, other: Self) -> None:
-        """Take over shard and layout of another one."""
+        """Takes over the local shard and the layout of another sharded tensor."""
         raise NotImplementedError
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, as a plain one, on every rank."""
+        """Returns the full tensor as a plain tensor on every rank."""
         raise NotImplementedError
 
     @classmethod
     def from_dtensor(cls, x: object) -> Self:
-        """A DTensor as a sharded tensor."""
+        """Converts a DTensor to a sharded tensor."""
         raise NotImplementedError
 
 
 def layout_if_sharded(x: object) -> Layout | None:
-    """The layout of a sharded tensor; None for a plain one, and for what is no tensor."""
+    """Returns the layout of a sharded tensor; None for a plain tensor and for an object that is no tensor."""
     return x._spec.layout if isinstance(x, Sharded) else None
 
 
 def shard_of(x: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor; a plain one is its own, the same on every rank."""
+    """Returns this rank's local shard of a sharded tensor; a plain tensor is replicated and returned as it is."""
     return x._local_tensor if isinstance(x, Sharded) else x
 
 
 def first_sharded(values: Sequence[object]) -> Sharded:
-    """The first sharded tensor among arguments, of which there is one."""
+    """Returns the first sharded tensor among arguments that hold at least one."""
     return next(x for x in values if isinstance(x, Sharded))

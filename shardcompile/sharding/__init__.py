@@ -1,4 +1,4 @@
-"""Layouts: pure, rank-invariant descriptions of how a tensor is spread over a mesh."""
+"""Layouts: pure, rank-invariant descriptions of how a tensor is sharded over a mesh."""
 
 from shardcompile.sharding.arguments import read_partition as read_partition
 from shardcompile.sharding.arguments import read_partitions as read_partitions

@@ -1,9 +1,8 @@
-"""Partitions as arguments of an op: the one place that knows how a partition, or a list of partitions, is written in
-an op's signature.
+"""Serializes partitions as op arguments: the only module that knows how an op's schema encodes them.
 
-A partition is three arguments: shard sizes, a key and a grouping, see `GroupPartition`. A list of partitions is four:
-all sizes, all keys, all groupings, and lengths. The lengths say for each partition how many of the sizes, and of the
-numbers of groupings, are its own. In a graph, nodes stand in place of numbers.
+A partition takes three arguments: shard sizes, a key and a grouping; see `GroupPartition`. A list of partitions takes
+four: all sizes, all keys and all groupings, each concatenated, and lengths. The lengths state for each partition how
+many entries of the sizes and of the groupings belong to it. In a graph, some of these integers are nodes.
 """
 
 from __future__ import annotations
@@ -14,50 +13,50 @@ from typing import Any
 from shardcompile.sharding.sizes import GroupPartition
 
 PARTITION_WIDTH = 3
-"""Arguments for a partition."""
+"""Number of arguments that encode a partition."""
 
 PARTITIONS_WIDTH = 4
-"""Arguments for a list of partitions."""
+"""Number of arguments that encode a list of partitions."""
 
 
 def partition_schema(prefix: str = "") -> str:
-    """The arguments of a sharded as an op's schema has them.
+    """Returns the arguments that encode a partition, as text of an op's schema.
 
     Args:
-        prefix: of their names, for an op that has two partitions.
+        prefix: prefix of the argument names, for an op that takes two partitions.
     """
     return f"SymInt[] {prefix}sizes, SymInt {prefix}key, SymInt[] {prefix}grouping"
 
 
 def partitions_schema() -> str:
-    """The arguments of a list of partitions as an op's schema has them."""
+    """Returns the arguments that encode a list of partitions, as text of an op's schema."""
     return "SymInt[] sizes, SymInt[] keys, SymInt[] groupings, int[] lengths"
 
 
 def write_partition(partition: GroupPartition) -> tuple[Any, Any, Any]:
-    """A sharded as arguments."""
+    """Encodes a partition as op arguments."""
     return partition.sizes, partition.key, partition.grouping
 
 
 def read_partition(arguments: Sequence[Any]) -> GroupPartition:
-    """The partition that three arguments say."""
+    """Decodes a partition from the three arguments of `write_partition`."""
     return GroupPartition(*arguments)
 
 
 def write_partitions(partitions: Sequence[GroupPartition]) -> tuple[list[Any], list[Any], list[Any], list[int]]:
-    """A list of partitions as arguments."""
-    sizes = [s for c in partitions for s in c.sizes]
-    groupings = [n for c in partitions for n in c.grouping]
+    """Encodes a list of partitions as op arguments."""
+    sizes = [s for p in partitions for s in p.sizes]
+    groupings = [n for p in partitions for n in p.grouping]
     return (
         sizes,
-        [c.key for c in partitions],
+        [p.key for p in partitions],
         groupings,
-        [n for c in partitions for n in (len(c.sizes), len(c.grouping))],
+        [n for p in partitions for n in (len(p.sizes), len(p.grouping))],
     )
 
 
 def read_partitions(arguments: Sequence[Any]) -> list[GroupPartition]:
-    """The partitions that four arguments say."""
+    """Decodes the partitions from the four arguments of `write_partitions`."""
     sizes, keys, groupings, lengths = arguments
     partitions: list[GroupPartition] = []
     i = j = 0

@@ -1,8 +1,10 @@
-"""Arithmetic on the shard sizes of a partition: how they change where rows are removed, added or reordered.
+"""Arithmetic on shard sizes: derives the partition of a result whose rows were removed, added or reordered.
 
-Rows keep their order over the ranks: the rows of a rank follow those of the ranks before it. So a slice along a
-partition dim leaves every row on its rank, and only the sizes change. Each function takes the all shard sizes and
-gives those of the result, and for every shard a row number within it; they are pure, so that every rank gets the same.
+Ranks hold rows in order: the rows of a rank follow those of the ranks before it. So a slice along a sharded dim
+leaves every row on its rank, and only the sizes change. Each function takes the shard sizes of one or several
+partitions and returns two tuples with an entry for each shard: the shard sizes of the result, and a second integer
+that the function's docstring defines, for example the local index of the first row. All functions are pure, so the
+results are rank-invariant.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 def sliced(partitions: Sequence[Sizes], start: int, step: int, count: int) -> tuple[Sizes, Sizes]:
-    """Rows ``start, start + step, ...``, `count` of them: how many every shard holds, and which of its rows is first.
+    """Shard sizes of the slice of `count` rows ``start, start + step, ...``.
+
+    The second tuple is the local index of each shard's first row in the slice; 0 for a shard that keeps none.
 
     >>> sliced([(3, 0, 5)], 2, 2, 3)
     ((1, 0, 2), (2, 0, 1))
@@ -36,9 +40,10 @@ def sliced(partitions: Sequence[Sizes], start: int, step: int, count: int) -> tu
 
 
 def spread(partitions: Sequence[Sizes], start: int, step: int, size: int) -> tuple[Sizes, Sizes]:
-    """The way back: row i becomes row ``start + i * step`` of `size`; new rows stay with the row before them.
+    """Inverse of `sliced`: row i becomes row ``start + i * step`` of `size`; new rows join the shard of the row before.
 
-    Rows in front of all go to the first shard. Gives the sizes, and which row of its shard a shard's first row becomes.
+    Rows before the first one join the first shard. The second tuple is the local index that each shard's first row
+    has in the result.
 
     >>> spread([(1, 0, 2)], 2, 2, 8)
     ((4, 0, 4), (2, 0, 0))
@@ -50,45 +55,49 @@ def spread(partitions: Sequence[Sizes], start: int, step: int, size: int) -> tup
 
 
 def mirrored(partitions: Sequence[Sizes], inner: int, count: int) -> tuple[Sizes, Sizes]:
-    """Reverse the order of every `count` neighbours. A neighbour is a run of `inner` shards.
+    """Reverses the order within each group of `count` units, where a unit is `inner` consecutive shards.
+
+    The second tuple is zeros.
 
     >>> mirrored([(1, 2, 3, 4)], 2, 2)
     ((3, 4, 1, 2), (0, 0, 0, 0))
     """
     (sizes,) = partitions
-    runs = [sizes[i : i + inner] for i in range(0, len(sizes), inner)]
-    turned = [run for i in range(0, len(runs), count) for run in reversed(runs[i : i + count])]
-    return tuple(itertools.chain.from_iterable(turned)), (0,) * len(sizes)
+    units = [sizes[i : i + inner] for i in range(0, len(sizes), inner)]
+    reordered = [unit for i in range(0, len(units), count) for unit in reversed(units[i : i + count])]
+    return tuple(itertools.chain.from_iterable(reordered)), (0,) * len(sizes)
 
 
 def joined(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
-    """Partitions one after the other as one: every shard gets as many rows as it has in all of them together.
+    """Shard sizes of a concatenation: every shard gets as many rows as it has in all partitions together.
 
-    A partition of a single shard is a value that is whole on every rank. It costs nothing to take it, wherever that
-    is: in front of all others by the first rank, behind them by the last, so that they stay where they are.
+    A partition of a single shard stands for a replicated value, whose rows any rank can take without communication.
+    The first rank takes those before the last sharded partition, the last rank takes those after it, so that the
+    sharded rows stay close to where they are. The second tuple is zeros.
 
     >>> joined([(1,), (3, 0, 5), (2, 2, 2)])
     ((6, 2, 7), (0, 0, 0))
     """
     count = max(map(len, partitions))
     total = [0] * count
-    divided = [i for i, sizes in enumerate(partitions) if len(sizes) > 1]
+    sharded = [i for i, sizes in enumerate(partitions) if len(sizes) > 1]
     for i, sizes in enumerate(partitions):
         if len(sizes) > 1:
             total = [a + b for a, b in zip(total, sizes, strict=True)]
         else:
-            total[0 if not divided or i < divided[-1] else -1] += sizes[0]
+            total[0 if not sharded or i < sharded[-1] else -1] += sizes[0]
     return tuple(total), (0,) * count
 
 
 def reading(
     partitions: Sequence[Sizes], count: int, num: int, den: int, before: int, after: int, shift: int
 ) -> tuple[Sizes, Sizes]:
-    """Rows that read others: `count` rows, of which j goes to the shard that has row ``(j * num + shift) / den``.
+    """Shard sizes of a windowed op with `count` output rows, such as a convolution.
 
-    If there is no such row, row j goes to the first or the last shard. Row j reads those from
-    ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down. Gives the sizes, and how
-    many rows each shard reads, those outside of the dim included.
+    Output row j goes to the shard that holds input row ``(j * num + shift) / den``, or to the first or the last shard
+    if there is no such row. It reads the input rows from ``(j * num - before) / den``, rounded up, to
+    ``(j * num + after) / den``, rounded down. The second tuple is the number of input rows that each shard reads,
+    including those outside of the dim.
 
     >>> reading([(4, 0, 3)], 4, 2, 1, 1, 1, 0)  # a convolution of 3 rows, stride 2 and padding 1
     ((2, 0, 2), (5, 0, 5))
@@ -101,15 +110,15 @@ def reading(
 
 
 def located(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
-    """The same shards, and at which row of the whole dim each one starts."""
+    """The unchanged shard sizes, and the global offset of each shard."""
     (sizes,) = partitions
     return sizes, tuple(_starts(sizes))
 
 
 def around(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
-    """The same shards, and how many rows each one has with those around it, as far as the dim goes.
+    """The unchanged shard sizes, and the number of rows of each shard with its halo, clipped to the dim.
 
-    An empty shard is given ``before + after + 1`` rows of nobody's, so that a kernel has rows to run on.
+    An empty shard counts ``before + after + 1`` rows that belong to no shard, so that a kernel has rows to run on.
 
     >>> around([(3, 0, 2)], 1, 2)
     ((3, 0, 2), (5, 4, 3))
@@ -117,13 +126,13 @@ def around(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes,
     (sizes,) = partitions
     dim_size, rows = sum(sizes), []
     for begin, size in zip(_starts(sizes), sizes, strict=True):
-        whole = min(begin + size + after, dim_size) - max(begin - before, 0)
-        rows.append(whole if size else before + after + 1)
+        padded = min(begin + size + after, dim_size) - max(begin - before, 0)
+        rows.append(padded if size else before + after + 1)
     return sizes, tuple(rows)
 
 
 def within(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
-    """As `around`, with no rows for empty shards: how many rows each shard reads.
+    """Same as `around`, but empty shards count no rows: the second tuple is the number of rows that each shard reads.
 
     >>> within([(3, 0, 2)], 1, 2)
     ((3, 0, 2), (5, 0, 3))
@@ -133,7 +142,7 @@ def within(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes,
 
 
 def ahead(partitions: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
-    """The same shards, and how many of up to `before` rows in front of each one there are.
+    """The unchanged shard sizes, and how many rows precede each shard, at most `before`; 0 for an empty shard.
 
     >>> ahead([(3, 0, 2)], 4)
     ((3, 0, 2), (0, 0, 3))
@@ -143,9 +152,9 @@ def ahead(partitions: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
 
 
 def shifted(partitions: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
-    """What each rank has after shards have moved on by `by` ranks, and at which row of the whole dim that starts.
+    """Shard sizes after every shard has moved on by `by` ranks, and the global offset of the shard a rank then holds.
 
-    Unless they go `around`, the first ranks then have nothing.
+    With `around`, the shards of the last ranks wrap around to the first ones; otherwise the first ranks hold nothing.
 
     >>> shifted([(3, 0, 5)], 1, 1)
     ((5, 3, 0), (3, 0, 3))
@@ -153,21 +162,21 @@ def shifted(partitions: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, S
     ((0, 3, 0), (0, 0, 3))
     """
     (sizes,) = partitions
-    whose = [(i - by) % len(sizes) if around or i >= by else None for i in range(len(sizes))]
+    owners = [(i - by) % len(sizes) if around or i >= by else None for i in range(len(sizes))]
     starts = _starts(sizes)
-    return tuple(0 if i is None else sizes[i] for i in whose), tuple(0 if i is None else starts[i] for i in whose)
+    return tuple(0 if i is None else sizes[i] for i in owners), tuple(0 if i is None else starts[i] for i in owners)
 
 
 def divided(_: Sequence[Sizes], size: int, *parts: int) -> tuple[Sizes, Sizes]:
-    """Another dim of `size` rows as `torch.chunk` divides it along each mesh dim, and where each shard starts.
+    """Shard sizes of another dim of `size` rows, chunked by `torch.chunk` along each mesh dim, and the shard offsets.
 
     >>> divided([(3, 0, 5)], 4, 3)
     ((2, 2, 0), (0, 2, 4))
     >>> divided([(3, 0, 5, 0)], 2, 2, 2)
     ((1, 0, 1, 0), (0, 1, 1, 2))
     """
-    found = nested_chunk_sizes(size, parts)
-    return found, tuple(_starts(found))
+    sizes = nested_chunk_sizes(size, parts)
+    return sizes, tuple(_starts(sizes))
 
 
 DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
@@ -183,4 +192,4 @@ DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "shifted": shifted,
     "divided": divided,
 }
-"""By name, as ops inside a graph call them."""
+"""The functions by the name with which ops in a graph refer to them."""

@@ -1,4 +1,4 @@
-"""The layout of a sharded tensor: the same object on every rank."""
+"""`Layout`: the rank-invariant description of how a tensor is sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ forget_with_world(_INTERNED.clear)
 class Layout:
     """Mesh, placements, global shape, dtype and the partition of every sharded dim.
 
-    Immutable, hashable and picklable. Which rank it is used on is a parameter of its queries, never part of it.
-    Inside a trace the shape and the partitions may hold symbols; such a layout compares by identity.
+    A layout is immutable, hashable and picklable. The rank is a parameter of its queries, never part of it. While
+    tracing, the shape and the partitions may hold symbols; such a layout compares by identity.
 
     Attributes:
-        mesh: the mesh of ranks.
-        placements: one for each mesh dim.
-        shape: global shape.
-        dtype: element type.
-        partitions: for each tensor dim its `Partition`, or None if it is not sharded.
-        is_traced: whether it holds symbols.
+        mesh: the device mesh.
+        placements: one placement per mesh dim.
+        shape: the global shape.
+        dtype: the dtype.
+        partitions: for each tensor dim its `Partition`, or None if the dim is not sharded.
+        is_traced: whether the layout holds symbols.
     """
 
     __slots__ = ("__weakref__", "_epoch", "_hash", "dtype", "is_traced", "mesh", "partitions", "placements", "shape")
@@ -60,7 +60,7 @@ class Layout:
         partitions: Sequence[Partition | None],
     ) -> None:
         parts = (mesh, tuple(placements), tuple(shape), dtype, tuple(partitions))
-        traced = any(c is not None and c.has_symbols for c in partitions)
+        traced = any(p is not None and p.has_symbols for p in partitions)
         traced = traced or not all(type(s) is int for s in shape)
         fix = object.__setattr__
         for name, value in zip(_PARTS, parts, strict=True):
@@ -83,7 +83,7 @@ class Layout:
         dtype: torch.dtype,
         partitions: Sequence[Partition | None],
     ) -> Layout:
-        """The layout with these parts; equal layouts are the same object as a rule."""
+        """Returns the interned layout with these parts: equal layouts are normally the same object."""
         layout = Layout(mesh, placements, shape, dtype, partitions)
         if layout.is_traced:
             return layout
@@ -95,13 +95,13 @@ class Layout:
     def of_partitions(
         mesh: Mesh, shape: Sequence[IntLike], dtype: torch.dtype, partitions: Sequence[Partition | None]
     ) -> Layout:
-        """The layout with these partitions, which is replicated along all mesh dims by which nothing is sharded.
+        """Returns the layout with these partitions; mesh dims that no partition uses are replicated.
 
         Args:
-            mesh: the mesh of ranks.
-            shape: global shape.
-            dtype: element type.
-            partitions: by tensor dim.
+            mesh: the device mesh.
+            shape: the global shape.
+            dtype: the dtype.
+            partitions: one per tensor dim, None for a dim that is not sharded.
         """
         placements: list[Placement] = [Replicate()] * len(mesh.shape)
         for dim, partition in enumerate(partitions):
@@ -111,13 +111,13 @@ class Layout:
 
     @staticmethod
     def chunked(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
-        """The layout in which every sharded dim has the partition of torch.chunk.
+        """Returns the layout in which every sharded dim is divided as by `torch.chunk`.
 
         Args:
-            mesh: the mesh of ranks.
-            placements: one for each mesh dim; several mesh dims may shard one tensor dim, the first one outermost.
-            shape: global shape.
-            dtype: element type.
+            mesh: the device mesh.
+            placements: one per mesh dim; several mesh dims may shard one tensor dim, the first one outermost.
+            shape: the global shape.
+            dtype: the dtype.
         """
         placements = normalize_placements(placements, mesh, len(shape))
         partitions: list[Partition | None] = [None] * len(shape)
@@ -159,21 +159,21 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole tensor."""
+        """Whether the tensor is replicated along every mesh dim."""
         return all(type(p) is Replicate for p in self.placements)
 
     @property
     def is_partial(self) -> bool:
-        """Whether a reduction is pending on some mesh dim."""
+        """Whether a reduction is pending along some mesh dim."""
         return any(isinstance(p, Partial) for p in self.placements)
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold shards of the same shape."""
+        """Whether all local shards have the same shape."""
         return all(partition is None or partition.is_even for partition in self.partitions)
 
     def partition_of(self, dim: int) -> Partition:
-        """The partition of a sharded tensor dim.
+        """Returns the partition of a sharded tensor dim.
 
         Raises:
             LayoutError: the dim is not sharded.
@@ -184,71 +184,71 @@ class Layout:
         return partition
 
     def sizes(self, dim: int) -> tuple[int, ...]:
-        """Sizes of all shards along a sharded tensor dim, outermost mesh dim slowest."""
+        """Returns the sizes of all shards along a sharded tensor dim, the outermost mesh dim varying slowest."""
         return self.partition_of(dim).sizes
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[IntLike, ...]:
-        """Shape of the shard that the rank at a mesh coordinate holds."""
+        """Returns the shape of the local shard of the rank at a mesh coordinate."""
         return tuple(
             size if partition is None else partition.local_size(coordinate)
             for size, partition in zip(self.shape, self.partitions, strict=True)
         )
 
     def offset(self, coordinate: Sequence[int], dim: int) -> int:
-        """Where the shard of a mesh coordinate starts along a tensor dim; 0 if the dim is not sharded."""
+        """Returns the global offset of a mesh coordinate's shard along a tensor dim; 0 if the dim is not sharded."""
         partition = self.partitions[dim]
         return 0 if partition is None else partition.offset(coordinate)
 
     def offsets(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """Where the shard of a mesh coordinate starts, for every tensor dim."""
+        """Returns the global offsets of a mesh coordinate's shard, one per tensor dim."""
         return tuple(self.offset(coordinate, d) for d in range(self.ndim))
 
     def shard_slices(self, coordinate: Sequence[int]) -> tuple[slice, ...]:
-        """Index of the shard of a mesh coordinate in the global tensor."""
+        """Returns the slices that select a mesh coordinate's shard from the global tensor."""
         shape = self.local_shape(coordinate)
         return tuple(slice(o, o + int(s)) for o, s in zip(self.offsets(coordinate), shape, strict=True))
 
     @property
     def imbalance(self) -> float:
-        """How many times the mean the largest shard is, along the dim where that is most; see `Partition.imbalance`."""
+        """The largest `Partition.imbalance` (largest shard size over mean shard size) of all sharded dims."""
         return max((partition.imbalance for partition in self.partitions if partition is not None), default=1.0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the global tensor."""
+        """Size of the global tensor in bytes."""
         return math.prod(int(s) for s in self.shape) * self.dtype.itemsize
 
     def with_dtype(self, dtype: torch.dtype) -> Layout:
-        """The same layout for another element type."""
+        """Returns the same layout with another dtype."""
         return (
             self if dtype is self.dtype else Layout.of(self.mesh, self.placements, self.shape, dtype, self.partitions)
         )
 
     def replicated(self) -> Layout:
-        """The layout in which every rank holds the whole tensor."""
+        """Returns the layout of the same tensor, replicated along every mesh dim."""
         return Layout.whole(self.mesh, self.shape, self.dtype)
 
     @staticmethod
     def whole(mesh: Mesh, shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
-        """The layout of a plain tensor: the same value on every rank."""
+        """Returns the layout of a plain tensor, which is replicated: every rank holds the same value."""
         return Layout.of(mesh, (Replicate(),) * len(mesh.shape), shape, dtype, (None,) * len(shape))
 
     def gathered(self, dim: int) -> Layout:
-        """The layout in which every rank has all shards of a sharded tensor dim."""
+        """Returns the layout after an all-gather of a sharded tensor dim over all of its mesh dims."""
         mesh_dims = self.partition_of(dim).mesh_dims
         placements = [Replicate() if m in mesh_dims else p for m, p in enumerate(self.placements)]
-        partitions = [None if d == dim else c for d, c in enumerate(self.partitions)]
+        partitions = [None if d == dim else p for d, p in enumerate(self.partitions)]
         return Layout.of(self.mesh, placements, self.shape, self.dtype, partitions)
 
     def reduced(self) -> Layout:
-        """The same layout with every pending reduction carried out."""
+        """Returns the same layout with `Replicate` in place of every `Partial`."""
         if not self.is_partial:
             return self
         placements = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
         return Layout.of(self.mesh, placements, self.shape, self.dtype, self.partitions)
 
     def describe_placements(self) -> str:
-        """Placements and sizes in short, e.g. ``S(0)[3,5], P(sum)``."""
+        """Returns the placements and shard sizes as short text, e.g. ``S(0)[3,5], P(sum)``."""
         return ", ".join(self._describe_mesh_dim(m) for m in range(len(self.placements)))
 
     def _describe_mesh_dim(self, mesh_dim: int) -> str:
@@ -267,14 +267,14 @@ class Layout:
         return f"S({placement.dim}){order}{partition.describe() if last else ''}"
 
     def describe(self) -> str:
-        """One line: dtype, global shape, and what each mesh dim does with it."""
+        """Returns one line of text: dtype, global shape, and the placement along each mesh dim."""
         names = self.mesh.mesh_dim_names or tuple(map(str, range(len(self.placements))))
         parts = (f"{n}: {self._describe_mesh_dim(m)}" for m, n in enumerate(names))
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}] {', '.join(parts)}"
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`torch.float32` as ``f32``, and so on."""
+    """Returns the short name of a dtype, e.g. ``f32`` for `torch.float32`."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):
@@ -283,16 +283,16 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def mesh_dims_by_tensor_dim(placements: Sequence[Placement], ndim: int) -> list[tuple[int, ...]]:
-    """For each tensor dim the mesh dims that shard it, in mesh order."""
+    """Returns for each tensor dim the mesh dims that shard it, in mesh order."""
     return [tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim) for dim in range(ndim)]
 
 
 def normalize_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> tuple[Placement, ...]:
-    """Check placements against a mesh and a number of tensor dims; negative shard dims become positive.
+    """Checks placements against a mesh and a number of tensor dims, and makes negative shard dims positive.
 
     Raises:
-        LayoutError: not one placement per mesh dim, a shard dim out of range, an unknown reduction or placement,
-            reductions that do not commute.
+        LayoutError: there is not one placement per mesh dim, a shard dim is out of range, a reduction or a placement
+            is unknown, or two reductions do not commute.
     """
     placements = tuple(placements)
     if len(placements) != len(mesh.shape):
@@ -305,7 +305,7 @@ def normalize_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int)
 
 
 def _check_reductions_commute(placements: Sequence[Placement]) -> None:
-    """The value of a tensor with two pending reductions must not depend on which is carried out first."""
+    """Raises unless the value of a tensor with several pending reductions is independent of their order."""
     pending = [(m, p) for m, p in enumerate(placements) if isinstance(p, Partial)]
     for (a, p), (b, q) in itertools.pairwise(pending):
         if p != q and {p.reduce_op, q.reduce_op} != {"sum", "avg"}:

@@ -1,4 +1,4 @@
-"""What a layout needs to know of a mesh, so that layouts, plans and rules work without process groups."""
+"""The interface that layouts require of a mesh, so that layouts, plans and rules work without process groups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Mesh(Protocol):
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Names of the mesh dims, if they have any."""
+        """Names of the mesh dims; None if they are unnamed."""
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """A mesh without processes: for planning, and for tests with integers."""
+    """A mesh without process groups, for planning and for tests of pure functions."""
 
     shape: tuple[int, ...]
     mesh_dim_names: tuple[str, ...] | None = None

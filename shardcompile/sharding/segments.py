@@ -1,7 +1,7 @@
-"""Layouts whose sharded dims had leading dims flattened into them: takes such dims apart, and puts them together again.
+"""Segmented partitions: sharded dims into which leading dims were flattened, and the view that unflattens them.
 
-Rows of such a shard are not neighbours in the whole dim. With the leading dims apart they are neighbours, and
-everything that moves rows works on that view.
+A shard of such a dim is not a range of consecutive rows: it has a range in each segment. In the view with the leading
+dims split off, it is one range again, and everything that moves rows works on that view.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from shardcompile.sharding.sizes import IntLike
 
 
 def has_runs(layout: Layout) -> bool:
-    """Whether some shard is no run of neighbouring rows."""
-    return any(c is not None and not is_one(c.runs) for c in layout.partitions)
+    """Whether some sharded dim has several segments, so that its shards are not ranges of consecutive rows."""
+    return any(p is not None and not is_one(p.runs) for p in layout.partitions)
 
 
 def neighbouring(partition: Partition) -> Partition:
-    """The sharded into shards of the same sizes, each of neighbouring rows."""
+    """Returns the partition of the same shard sizes with one segment: each shard is a range of consecutive rows."""
     return partition if is_one(partition.runs) else replace(partition, runs=1, origin=None, core=None, home=None)
 
 
 def in_stretches(runs: IntLike, partition: Partition) -> Partition | None:
-    """The sharded into shards of the same sizes, each of which has equally many rows of each of `runs` stretches.
+    """Returns the partition of the same shard sizes with `runs` segments, of which each shard has equally many rows.
 
-    None if sizes do not divide, if the partition has stretches already, or if several mesh dims sharded.
+    Returns None if the shard sizes are not divisible by `runs`, if the partition has several segments already, is a
+    chunk partition, or uses several mesh dims.
     """
     if partition.kind == "chunk" or not is_sharded_once(partition) or partition.unscaled(runs) is None:
         return None
@@ -39,37 +40,38 @@ def in_stretches(runs: IntLike, partition: Partition) -> Partition | None:
 
 
 def is_sharded_once(partition: Partition | None) -> TypeGuard[Partition]:
-    """Whether one mesh dim shards a dim, into shards that are runs of neighbouring rows."""
+    """Whether a dim is sharded over exactly one mesh dim, into ranges of consecutive rows."""
     return partition is not None and len(partition.mesh_dims) == 1 and is_one(partition.runs)
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How dims are taken apart.
+    """The view of a tensor in which the leading dims that were flattened into sharded dims are split off again.
 
     Attributes:
-        runs: for each dim the size of the leading dim that it is given; 1 for none.
+        runs: for each dim the size of the leading dim to split off; 1 to leave the dim as it is.
     """
 
     runs: tuple[IntLike, ...]
 
     @staticmethod
     def of(layout: Layout) -> Apart:
-        """As the partitions of a layout ask for."""
-        return Apart(tuple(1 if c is None else c.runs for c in layout.partitions))
+        """Returns the view that splits every segmented dim of a layout."""
+        return Apart(tuple(1 if p is None else p.runs for p in layout.partitions))
 
     def dim(self, dim: int) -> int:
-        """Where a dim is afterwards."""
+        """Returns the index of a dim in the view."""
         return dim + sum(not is_one(n) for n in self.runs[: dim + 1])
 
     def shape(self, shape: Sequence[IntLike]) -> list[IntLike]:
-        """A shape, that of a shard too."""
+        """Returns the shape of the view, for a global shape or that of a local shard."""
         parts = ([n] if is_one(runs) else [runs, n // runs] for n, runs in zip(shape, self.runs, strict=True))
-        return [n for several in parts for n in several]
+        return [n for sizes in parts for n in sizes]
 
     def layout(self, layout: Layout) -> Layout:
-        """The layout of the tensor with these dims apart; dims that are sharded otherwise are whole or sharded as
-        here.
+        """Returns the layout of the view.
+
+        Every partition of `layout` has as many segments as `runs` states for its dim.
         """
         partitions: list[Partition | None] = []
         for partition, runs in zip(layout.partitions, self.runs, strict=True):

@@ -1,4 +1,4 @@
-"""Sizes of shards, by the key that stands for them inside a graph, and of the shards of one process group."""
+"""Shard sizes: chunking, the keys that identify shard sizes inside a graph, and the shards of one process group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shardcompile.compat.sizes import IntLike as IntLike
 from shardcompile.errors import LayoutError
 
 CHUNK_KEY = 0
-"""The key that stands for "what torch.chunk gives"."""
+"""The key of every partition whose sizes are those of torch.chunk."""
 
 _KEY_BASE = 1 << 60
-_TABLE_LIMIT = 1 << 24  # shard sizes kept by key in all, 128 MiB; the oldest go first
+_TABLE_LIMIT = 1 << 24  # total number of shard sizes in the table, 128 MiB; the least recently used are evicted
 
 
 def digest_of(text: str) -> int:
-    """56 bits that are the same for the same text in every process."""
+    """Returns a 56-bit hash of a text that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Sizes of the shards that `torch.chunk` makes, padded with zeros to `parts` shards.
+    """Returns the sizes of the chunks of `torch.chunk`, padded with zeros to `parts` shards.
 
     >>> chunk_sizes(9, 4)
     (3, 3, 3, 0)
@@ -38,7 +38,7 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of the shards that `torch.chunk` makes, applied to each mesh dim in turn, the outermost first."""
+    """Returns the shard sizes of `torch.chunk` applied to each mesh dim in turn, the outermost first."""
     sizes: tuple[int, ...] = (size,)
     for count in parts:
         sizes = tuple(itertools.chain.from_iterable(chunk_sizes(n, count) for n in sizes))
@@ -46,10 +46,10 @@ def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 class _SizeTable:
-    """Sizes by key, so that an op inside a compiled graph can look up the partition it is called with.
+    """Maps keys to shard sizes, so that an op inside a compiled graph can look up the partition it is called with.
 
-    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts. The last
-    bit of a key says whether the sizes are torch.chunk's, so that a trace can ask a symbol for it.
+    Keys are hashes of the sizes, so they agree between ranks, processes and warm starts. The lowest bit of a key states
+    whether the sizes are torch.chunk's, so that a trace can test it on a symbolic key.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,7 @@ class _SizeTable:
         if sizes is None:
             raise LayoutError(
                 f"the partition with key {key} is no longer known in this process: more than {_TABLE_LIMIT} shard "
-                f"sizes "
-                "were used since it was made. Keep fewer steps in flight, or raise the limit."
+                "sizes were used since it was made. Keep fewer steps in flight, or raise the limit."
             )
         return sizes
 
@@ -97,35 +96,35 @@ _TABLE = _SizeTable()
 
 
 def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
-    """The key that stands for these sizes from now on.
+    """Returns the key of these shard sizes and registers it in this process.
 
     Args:
-        sizes: of all shards, outermost mesh dim slowest.
-        parts: sizes of the mesh dims.
+        sizes: all shard sizes, the outermost mesh dim varying slowest.
+        parts: the sizes of the mesh dims.
 
     Raises:
-        LayoutError: it stands for others.
+        LayoutError: other sizes have the same key.
     """
     return _TABLE.key_of(sizes, sizes == nested_chunk_sizes(sum(sizes), parts))
 
 
 def remember_key(key: int, sizes: tuple[int, ...]) -> None:
-    """Have a key stand for these sizes, as it did in the process that it comes from."""
+    """Registers a key that another process computed for these sizes."""
     _TABLE.key_of(sizes, key % 2 == 1)
 
 
-def known_sizes(key: int) -> tuple[int, ...] | None:
-    """The sizes that a key stands for, if this process knows them."""
+def lookup_sizes(key: int) -> tuple[int, ...] | None:
+    """Returns the sizes of a key, or None if it is unknown in this process."""
     return _TABLE.find(key)
 
 
 def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
-    """All shard sizes of the dynamic partition with this key.
+    """Returns all shard sizes of the dynamic partition with this key.
 
     Args:
-        key: as in `Partition`.
-        inner: as in `Partition`.
-        scale: as in `Partition`.
+        key: the key, as in `Partition`.
+        inner: number of adjacent shards of the key that form one shard, as in `Partition`.
+        scale: number of elements per element of the key's sizes, as in `Partition`.
 
     Raises:
         LayoutError: the key is unknown in this process.
@@ -136,13 +135,13 @@ def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class GroupPartition:
-    """The shards of one process group, as arguments of a collective op.
+    """The shard sizes within one process group, encoded as arguments of a collective op.
 
     Attributes:
-        sizes: shard sizes in group order; empty if `key` tells.
-        key: key of the whole partition, `CHUNK_KEY` for torch.chunk of what the group holds together.
-        grouping: empty, or (number of shards of `key` that make one shard here, index of the group's first shard,
-            elements here for one of `key`'s). While tracing the last one may be symbolic.
+        sizes: static shard sizes in group order; empty if `key` determines them.
+        key: the key of the full partition; `CHUNK_KEY` for torch.chunk of the rows that the group holds together.
+        grouping: empty, or (number of adjacent shards of `key` that form one shard of the group, index of the group's
+            first shard, elements per element of `key`'s sizes). While tracing the last entry may be symbolic.
     """
 
     sizes: list[int]
@@ -150,21 +149,21 @@ class GroupPartition:
     grouping: list[Any]
 
     def shards(self, total: int, ranks: int) -> tuple[int, ...]:
-        """Shard sizes in group order, at run time; see `resolve`."""
+        """Returns the shard sizes in group order at run time; see `resolve`."""
         return GroupPartition.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
 
     @staticmethod
     def resolve(
         total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
     ) -> tuple[int, ...]:
-        """Shard sizes in group order, at run time.
+        """Returns the shard sizes in group order at run time.
 
         Args:
-            total: what the group's shards add up to.
+            total: the sum of the group's shard sizes.
             sizes: as in `GroupPartition`.
             key: as in `GroupPartition`.
             grouping: as in `GroupPartition`.
-            world_size: number of ranks in the group.
+            world_size: the number of ranks in the group.
         """
         if sizes:
             return tuple(sizes)
@@ -173,6 +172,6 @@ class GroupPartition:
             return tuple(n * scale for n in chunk_sizes(total // scale, world_size))
         shards = _TABLE.sizes_of(key)
         if not grouping:
-            return shards[:world_size]  # of a nested partition, the first group's
+            return shards[:world_size]  # those of the first group, if the partition is nested
         inner, first, scale = grouping
         return tuple(sum(shards[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

@@ -1,4 +1,4 @@
-"""A layout together with the strides of the global tensor: what a ShardTensor is, besides its data."""
+"""`Spec`: a layout and the strides of the global tensor, which is all of a ShardTensor but its local data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ forget_with_world(_INTERNED.clear)
 
 
 class TensorMeta(NamedTuple):
-    """Shape, strides and dtype of the global tensor, as in a spec of DTensor."""
+    """Shape, strides and dtype of the global tensor, like the `TensorMeta` of DTensor's spec."""
 
     shape: torch.Size
     stride: tuple[IntLike, ...]
@@ -28,13 +28,13 @@ class TensorMeta(NamedTuple):
 
 
 class Spec:
-    """A `Layout` and global strides. Immutable and hashable; equal ones are the same object as a rule.
+    """A `Layout` and the strides of the global tensor. Immutable, hashable and interned like layouts.
 
     Attributes:
         layout: the layout.
-        stride: strides of the global tensor in elements, as plain PyTorch would have them.
-        shape: global shape.
-        is_plain: whether it holds no symbols.
+        stride: the strides of the global tensor in elements, equal to those of the plain tensor.
+        shape: the global shape.
+        is_plain: whether the spec holds no symbols.
     """
 
     __slots__ = ("_hash", "is_plain", "layout", "shape", "stride")
@@ -62,7 +62,7 @@ class Spec:
 
     @staticmethod
     def of(layout: Layout, stride: Sequence[IntLike]) -> Spec:
-        """The spec with these parts."""
+        """Returns the interned spec with these parts."""
         spec = Spec(layout, tuple(stride))
         if not spec.is_plain:
             return spec
@@ -70,16 +70,16 @@ class Spec:
             _INTERNED.clear()
         return _INTERNED.setdefault(spec, spec)
 
-    # What handlers of DTensor and of PhysicsNeMo's ShardTensor read.
+    # Attributes that handlers written for DTensor and for PhysicsNeMo's ShardTensor read.
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of ranks."""
+        """The device mesh."""
         return self.layout.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One for each mesh dim."""
+        """The placements, one per mesh dim."""
         return self._layout_of_shards().placements
 
     @property
@@ -89,22 +89,23 @@ class Spec:
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's shard."""
+        """Shape of this rank's local shard."""
         layout = self._layout_of_shards()
         return torch.Size(layout.local_shape(coordinate(layout.mesh)))  # type: ignore[arg-type]
 
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
-        """Shapes of the shards along each mesh dim that shards, as `from_local` takes them; nothing is sent.
+        """Returns the local shapes along each mesh dim with a `Shard` placement, as `from_local` takes them.
 
-        Shapes are those of the ranks that this rank's coordinates share but along the mesh dim. Where several mesh dims
-        shard one tensor dim, each of them has the shapes of all shards of that dim.
+        The shapes along a mesh dim are those of the ranks whose mesh coordinates differ from this rank's along that dim
+        only. If several mesh dims shard one tensor dim, each of them has the shapes of all shards of that dim. There is
+        no communication.
 
         Args:
-            mesh_dim: gives the shapes along this one only.
+            mesh_dim: returns the shapes along this mesh dim only.
 
         Raises:
             LayoutError: `mesh_dim` shards nothing.
-            UnsupportedOpError: inside a graph, which serves all shard sizes.
+            UnsupportedOpError: called while tracing, where one graph serves all shard sizes.
         """
         if any(partition is not None and partition.is_traced for partition in self.layout.partitions):
             raise refusal(
@@ -114,9 +115,9 @@ class Spec:
                 "In a graph leave them out: from_local(local, mesh, placements) has the ranks exchange them, and "
                 "local_map takes them from its inputs",
             )
-        mine = self.local_shape
+        local_shape = self.local_shape
         shapes = {
-            m: tuple((*mine[: p.dim], size, *mine[p.dim + 1 :]) for size in self.layout.sizes(p.dim))
+            m: tuple((*local_shape[: p.dim], size, *local_shape[p.dim + 1 :]) for size in self.layout.sizes(p.dim))
             for m, p in enumerate(self.placements)
             if isinstance(p, Shard)
         }
@@ -127,10 +128,11 @@ class Spec:
         return shapes[mesh_dim]
 
     def _layout_of_shards(self) -> Layout:
-        """The layout that `to_local` gives shards of.
+        """Returns the layout whose shards `to_local` returns.
 
         Raises:
-            LayoutError: to know it, the ways to bring rows together would have to be compared.
+            LayoutError: a segmented dim is sharded over several mesh dims, so that `to_local` has to redistribute it,
+                and its target layout is found only by comparing costs.
         """
         for partition in self.layout.partitions:
             if partition is not None and len(partition.mesh_dims) > 1:
@@ -158,7 +160,7 @@ class Spec:
 
 
 def contiguous_stride(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
-    """Strides of a contiguous tensor of this shape."""
+    """Returns the strides of a contiguous tensor of this shape."""
     strides: list[IntLike] = []
     step: IntLike = 1
     for size in reversed(shape):
@@ -168,21 +170,21 @@ def contiguous_stride(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
 
 
 def order_of(stride: Sequence[IntLike]) -> list[int]:
-    """The dims from the slowest to the fastest."""
+    """Returns the dims in the order of their strides, the largest first."""
     return sorted(range(len(stride)), key=lambda d: -size_hint(stride[d]))
 
 
 def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[IntLike, ...]:
-    """Strides without gaps for a shape, the dims in the order of the strides `like`, as those of ``torch.empty_like``.
+    """Returns dense strides for a shape, with the dims in the order of the strides `like`, like ``torch.empty_like``.
 
-    Of dims with equal strides, as windows have them, the larger one is the slower one; an expanded dim is as slow as
-    the dims around it let it be. Those of a shape that `like` has no gaps for are `like` itself: kernels read the
-    strides of sizes of 1 as well.
+    Among dims of equal stride, as views of windows have, the larger dim is the outer one; an expanded dim is as far out
+    as its neighbours allow. If `like` is dense already, it is returned as it is, including the strides of dims of size
+    1, which kernels read as well.
     """
     order = _slowest_first(shape, like)
     by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
     dense = tuple(by_dim[d] for d in range(len(order)))
-    # Not by hints: those of a shard are others on other ranks.
+    # Hints must not decide here: the hints of a local shard differ between ranks.
     same = all(
         (isinstance(n, int) and n == 1) or statically_known_true(a == b)
         for n, a, b in zip(shape, dense, like, strict=True)
@@ -191,12 +193,13 @@ def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[Int
 
 
 def _slowest_first(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> list[int]:
-    """The dims of a tensor in memory, by the insertion sort of torch (2.11 - 2.15); a stride of 0 has no place in it.
+    """Returns the dims in the order of memory, the outermost first, by the insertion sort of torch (2.11 - 2.15).
 
-    So the order of other dims depends on where an expanded one is, and no key to sort by would give it.
+    That sort does not compare dims of stride 0. So the order of the other dims depends on where an expanded dim is, and
+    no sort key would reproduce it.
     """
     step, size = [size_hint(s) for s in stride], [size_hint(n) for n in shape]
-    if 0 not in step:  # the same order, sooner: eager ops come here
+    if 0 not in step:  # fast path with the same result, for eager ops
         return sorted(range(len(step)), key=lambda d: (-step[d], -size[d]))
     fastest = list(reversed(range(len(step))))
     for i in range(1, len(fastest)):
@@ -212,7 +215,7 @@ def _slowest_first(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> list[
 
 
 def may_overlap(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> bool:
-    """Whether several elements of a tensor may lie in one place in memory, as those of windows do."""
+    """Whether several elements of a tensor may share a memory location, as overlapping windows do."""
     dims = sorted((size_hint(s), size_hint(n)) for n, s in zip(shape, stride, strict=True))
     if any(n == 0 for _, n in dims):
         return False
