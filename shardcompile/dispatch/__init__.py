@@ -1,6 +1,6 @@
-"""Dispatch: from an op on sharded tensors to the same op on local shards.
+"""Dispatch: runs an op on sharded tensors by running it on local shards.
 
-It knows ops by their records only, and the class of sharded tensors by its base.
+It depends on ops only through their records, and on the class of sharded tensors only through its base class.
 """
 
 from shardcompile.dispatch.engine import clear_cache as clear_cache

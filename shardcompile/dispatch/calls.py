@@ -1,4 +1,4 @@
-"""A call as rules see it: layouts in place of tensors."""
+"""Describes a call to sharding rules: an `OpCall` with layouts in place of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardcompile.sharding import Layout, Spec
 
 
 def describe(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> OpCall:
-    """A call with what a rule may know of its tensors; a plain one counts as whole on every rank."""
+    """Returns the call with a `TensorArg` in place of every tensor; a plain tensor counts as replicated."""
     mesh = _common_mesh(cls, op, args, kwargs)
     tensors: list[TensorArg] = []
 
@@ -38,7 +38,7 @@ def describe(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwarg
 
 
 def plain_layout(mesh: DeviceMesh, x: Tensor) -> Layout:
-    """The layout of a plain tensor, which is the same value on every rank."""
+    """Returns the layout of a plain tensor, which is replicated."""
     return Layout.whole(mesh, tuple(x.shape), x.dtype)
 
 
@@ -68,10 +68,10 @@ def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
 
 
 def refuse_unlike_shards(cls: type[Sharded], op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    """Refuse plain tensors that are not dense, such as sparse and nested ones.
+    """Raises if a plain tensor of the call is not dense, e.g. sparse or nested.
 
     Raises:
-        UnsupportedOpError: on all ranks alike.
+        UnsupportedOpError: there is such a tensor; raised on all ranks.
     """
     for x in tensors_of([*args, *kwargs.values()]):
         if type(x) is not cls and _is_unlike_shards(x):
@@ -86,19 +86,19 @@ def _is_unlike_shards(x: Tensor) -> bool:
 
 
 def plain_text(x: Tensor) -> str:
-    """What a plain tensor is, for messages. A nested one of strided layout has no shape."""
+    """Describes a plain tensor in messages. A nested tensor of strided layout has no shape to print."""
     if x.is_nested and x.layout is torch.strided:
         return f"plain nested tensor of {x.size(0)} tensors"
     return f"plain {kind_of(x)} tensor of shape {tuple(x.shape)}"
 
 
 def kind_of(x: Tensor) -> str:
-    """What distinguishes a tensor from a dense one, for messages; its layout, if nothing else does."""
+    """Returns the kind of a tensor that is not dense, for messages: nested, quantized, or its torch layout."""
     return "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
 
 
 def tensors_text(cls: type[Sharded], args: Sequence[object], kwargs: dict[str, object]) -> str:
-    """The layouts of the tensors of a call, for messages."""
+    """Describes the tensors of a call in messages, each by its layout."""
 
     def text(x: Any) -> str:
         if type(x) is cls:
@@ -109,5 +109,5 @@ def tensors_text(cls: type[Sharded], args: Sequence[object], kwargs: dict[str, o
 
 
 def replicated_spec(mesh: DeviceMesh, x: Tensor) -> Spec:
-    """The spec of a plain tensor that is the same on every rank."""
+    """Returns the spec of a plain tensor, which is replicated."""
     return Spec.of(plain_layout(mesh, x), tuple(x.stride()))

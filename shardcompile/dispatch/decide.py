@@ -1,4 +1,4 @@
-"""Decides how a call runs: by the record of its op, the layouts and strides of its tensors, and its other arguments."""
+"""Decides how a call runs, from the op's record, the layouts and strides of its tensors, and its other arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from shardcompile.dispatch.calls import describe, refuse_unlike_shards, tensors_
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.gather import Gathered, fallback
 from shardcompile.dispatch.implemented import refuse_on_all_ranks
-from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded, refuse_windows
-from shardcompile.dispatch.run import Checked, Composed, Direct, Entry, Local, Specs, Strides
+from shardcompile.dispatch.mutate import (
+    FunctionalWrite,
+    InPlace,
+    InPlaceView,
+    argument,
+    refuse_expanded,
+    refuse_windows,
+)
+from shardcompile.dispatch.run import Decomposed, Direct, Entry, IndexChecked, Local, Specs, Strides
 from shardcompile.errors import UnsupportedOpError, refusal
-from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
+from shardcompile.ops import OpCall, OpRecord, ShardedDecomposition, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.as_integers import moved_dtype, moves_as_integers
@@ -35,29 +42,31 @@ _BY_TORCH = "torch's decomposition"
 
 
 def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
-    """Decide what is done for a call. Errors are raised on all ranks alike."""
+    """Returns the entry that runs a call. The decision, and every error, is rank-invariant."""
     check_collective(op, args, kwargs)
     refuse_unlike_shards(cls, op, args, kwargs)
     record = record_of(op)
-    form = record.sharded
+    decomposition = record.sharded
     last_resort = functools.partial(_last_resort, cls, record)
-    asked = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype) and a in QUANTIZED), None)
-    if asked is not None:
+    quantized = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype) and a in QUANTIZED), None)
+    if quantized is not None:
         raise UnsupportedOpError(
-            f"{op} gives a quantized tensor ({asked}), and shards are dense ones ({tensors_text(cls, args, kwargs)}); "
-            "take it of x.to_local(), with a scale that all ranks share"
+            f"{op} gives a quantized tensor ({quantized}), and shards are dense ({tensors_text(cls, args, kwargs)}); "
+            "call it on x.to_local(), with a scale that all ranks share"
         )
     moved = moved_dtype(record, args, kwargs)
     if moved is not None:
-        return Composed(moves_as_integers(record, moved), last_resort)
+        return Decomposed(moves_as_integers(record, moved), last_resort)
     refuse_on_all_ranks(record, args, kwargs)
-    if any_joined([*args, *kwargs.values()]) and _needs_neighbours(cls, record, args, kwargs):
-        neighbours = Composed((view_of_neighbours if op.is_view else of_neighbours)(op), last_resort)
-        if form is None or form.joined is None:
-            return neighbours
-        return Composed(form.joined, lambda *_: neighbours, _strides_of_form(op, form, args, kwargs))
-    if form is not None and form.always:
-        return Composed(form.run, last_resort, _strides_of_form(op, form, args, kwargs))
+    if any_joined([*args, *kwargs.values()]) and _needs_consecutive_rows(cls, record, args, kwargs):
+        in_view = Decomposed((view_of_neighbours if op.is_view else of_neighbours)(op), last_resort)
+        if decomposition is None or decomposition.joined is None:
+            return in_view
+        return Decomposed(
+            decomposition.joined, lambda *_: in_view, _decomposition_strides(op, decomposition, args, kwargs)
+        )
+    if decomposition is not None and decomposition.always:
+        return Decomposed(decomposition.run, last_resort, _decomposition_strides(op, decomposition, args, kwargs))
     call = describe(cls, op, args, kwargs)
     mutated = _find_mutated(op, args, kwargs)
     entry = (
@@ -65,13 +74,13 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
         if mutated
         else _decide_functional(cls, record, call, args, kwargs)
     )
-    # An op that is gathered, or runs by its functional form, checks its indices there.
-    looked_at = record.indices is not None and not isinstance(entry, (Gathered, Written))
-    return Checked(record, entry) if looked_at else entry
+    # The ops that a gather or a functional variant dispatches check the indices themselves.
+    needs_check = record.indices is not None and not isinstance(entry, (Gathered, FunctionalWrite))
+    return IndexChecked(record, entry) if needs_check else entry
 
 
 def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
-    """What is done where no decomposition serves a call: the op runs on full tensors, if it can."""
+    """Returns the entry for a call that no decomposition serves: the fallback, unless the op writes to an argument."""
     op = record.op
     if op._schema.is_mutable:
         raise refusal(
@@ -83,10 +92,10 @@ def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...],
     return fallback(describe(cls, op, args, kwargs))
 
 
-def _needs_neighbours(
+def _needs_consecutive_rows(
     cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Whether a form assumes that the rows of a shard are neighbours in the whole tensor."""
+    """Whether the op's decomposition assumes that a shard is a range of consecutive rows of the global tensor."""
     if record.sharded is None or record.op._schema.is_mutable:
         return False
     if record.sharded.always or record.rule is None:
@@ -99,35 +108,37 @@ def _needs_neighbours(
 def _decide_functional(
     cls: type[Sharded], record: OpRecord, call: OpCall, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Entry:
-    op, rule, form = record.op, record.rule, record.sharded
+    op, rule, decomposition = record.op, record.rule, record.sharded
     if rule is not None:
         produced = functools.partial(_produced_bytes, op, args, kwargs)
         choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
-        assert choice is not None, "replicating everything is always possible"
+        assert choice is not None, "replicating all inputs is always possible"
 
         def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
             try:
                 entry = _local_entry(record, call, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
-                if op.is_view:  # a slice whose bounds are unbacked: Dynamo breaks the graph, or says that it cannot
+                if op.is_view:  # a slice with unbacked bounds: Dynamo breaks the graph, or reports that it cannot
                     raise
                 return fallback(call)
             log_replicated(op, choice.plans)
             return entry
 
-        if form is None or not (choice.leaves_dims or (form.preferred is not None and form.preferred(call))):
+        if decomposition is None or not (
+            choice.leaves_dims or (decomposition.preferred is not None and decomposition.preferred(call))
+        ):
             return as_chosen(args, kwargs)
-        return Composed(form.run, as_chosen, _strides_of_form(op, form, args, kwargs))
-    if form is not None:
-        return Composed(form.run, lambda *_: fallback(call))
+        return Decomposed(decomposition.run, as_chosen, _decomposition_strides(op, decomposition, args, kwargs))
+    if decomposition is not None:
+        return Decomposed(decomposition.run, lambda *_: fallback(call))
     composite = _composite(record)
     if composite is not None:
-        return Composed(composite, lambda *_: fallback(call), way=_BY_TORCH)
+        return Decomposed(composite, lambda *_: fallback(call), way=_BY_TORCH)
     return fallback(call)
 
 
 def _produced_bytes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
-    """Bytes of each output's global tensor, by hints while tracing; none if they are not known before the op runs."""
+    """Returns the bytes of each global output, by hints while tracing; empty if the output shape is data-dependent."""
     try:
         out = global_meta(op, args, kwargs)
     except (*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
@@ -140,7 +151,7 @@ def _produced_bytes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, 
 
 
 def _composite(record: OpRecord) -> Run | None:
-    """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
+    """Returns torch's decomposition of the op: its composite kernel, or an entry of torch's decomposition table."""
     op = record.op
     if record.not_decomposed:
         return None
@@ -151,24 +162,26 @@ def _composite(record: OpRecord) -> Run | None:
 
 
 def _check_first(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """A decomposition that checks first what the op checks: some decompositions do not."""
+    """Runs a decomposition after the op's own checks of shapes, which some decompositions lack."""
     _check_shapes(op, args, kwargs)
     return decomposition(*args, **kwargs)
 
 
-def _strides_of_form(op: OpOverload, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
-    """Strides for the results of a form. None for a result that stays as it comes."""
-    if form.stored == "none":
+def _decomposition_strides(
+    op: OpOverload, decomposition: ShardedDecomposition, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Strides:
+    """Returns the strides for the results of a sharded decomposition; None for a result that keeps its own."""
+    if decomposition.stored == "none":
         return []
     strides = _stated_strides(op, args, kwargs)
-    return strides if form.stored == "all" else [None if n else s for n, s in enumerate(strides)]
+    return strides if decomposition.stored == "all" else [None if n else s for n, s in enumerate(strides)]
 
 
 def _stated_strides(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
-    """Strides of the results of an op; None for what is no tensor. Empty if they are not known, or if the results are
-    views.
+    """Returns the strides of an op's results; None for a result that is no tensor.
 
-    Errors that plain PyTorch raises for these shapes are raised here.
+    Returns an empty list if the strides are data-dependent, or if the results are views. Raises the errors that plain
+    PyTorch raises for these shapes.
     """
     try:
         meta = global_meta(op, args, kwargs)
@@ -181,7 +194,7 @@ def _stated_strides(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, 
 
 
 def _check_shapes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Raise what plain PyTorch raises for these shapes, where they are known."""
+    """Raises what plain PyTorch raises for these shapes, unless they are data-dependent."""
     with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
         global_meta(op, args, kwargs)
 
@@ -204,7 +217,7 @@ def _local_entry(
         layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if isinstance(s, Spec)]
 
         def arguments(local: tuple[object, ...]) -> tuple[object, ...]:
-            # The shape is asked for in each call: ranks that are threads share what is cached.
+            # The local shape is computed in each call, because in-process ranks (threads) share the cached entry.
             return local_args(call, local, layouts, local_shape_of)
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
@@ -217,7 +230,7 @@ def _local_entry(
 
 
 def _is_simple(call: OpCall, specs: Specs) -> bool:
-    """Whether a call has one fresh tensor as its result and no tensors inside of lists or keyword arguments."""
+    """Whether a call returns one new tensor and has no tensors inside of lists or keyword arguments."""
     direct = sum(isinstance(a, TensorArg) for a in call.args)
     fresh = not call.op.is_view and not call.op._schema.is_mutable
     return fresh and direct == len(call.tensors) and len(specs) == 1 and isinstance(specs[0], Spec)
@@ -226,7 +239,7 @@ def _is_simple(call: OpCall, specs: Specs) -> bool:
 def _output_specs(
     call: OpCall, outputs: Sequence[OutputPlan], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Specs:
-    """Specs of the outputs. Global shapes, strides and dtypes are those that the op gives for global inputs."""
+    """Returns the specs of the outputs; global shapes, strides and dtypes are inferred from the global inputs."""
     like = call.tensors[0].layout
 
     def spec(meta: object, plan: OutputPlan) -> Spec | list[Spec | None] | None:
@@ -243,16 +256,17 @@ def _output_specs(
 
 
 def _find_mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
-    """The arguments that are written to, each by its position or its name."""
+    """Returns the arguments that the op writes to, each as its position or its name."""
     if not op._schema.is_mutable:
         return []
     written = [i if i < len(args) else a.name for i, a in enumerate(op._schema.arguments) if compat.is_written(a)]
     return [w for w in written if argument(w, args, kwargs) is not None]
 
 
-def _checks_better(record: OpRecord, functional: OpOverload) -> bool:
-    """Whether shapes are left to the functional variant: fake kernels with `out` refuse a generator, and options of
-    factories.
+def _functional_checks_shapes(record: OpRecord, functional: OpOverload) -> bool:
+    """Whether the functional variant has to check the shapes, because the op's own fake kernel fails.
+
+    Fake kernels of ``out`` variants refuse a generator and the options of factories.
     """
     return record.is_random or bool(compat.factory_arguments(record.op, functional))
 
@@ -265,7 +279,7 @@ def _decide_mutation(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Entry:
-    """Decide how an op that writes to arguments runs: on local shards, by its functional variant, or decomposed."""
+    """Returns the entry for an op that writes to arguments: on shards, by its functional variant, or decomposed."""
     targets = [argument(m, args, kwargs) for m in mutated]
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
@@ -281,21 +295,22 @@ def _decide_mutation(
         return InPlaceView(call.op, functional)
     written = [t._spec for t in targets if type(t) is cls]
     refuse_expanded(record, written)
-    if functional is None or not _checks_better(record, functional):
+    if functional is None or not _functional_checks_shapes(record, functional):
         _check_shapes(call.op, args, kwargs)
     rule = record.rule
-    drawn_anew = record.is_random and functional is not None  # a graph knows the seeded op, which writes to nothing
-    if mutated == [0] and type(targets[0]) is cls and rule is not None and not drawn_anew:
+    # Graphs contain the seeded op, which is functional, in place of a random op.
+    draws_functionally = record.is_random and functional is not None
+    if mutated == [0] and type(targets[0]) is cls and rule is not None and not draws_functionally:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
             log_replicated(call.op, choice.plans)
             return InPlace(record, choice)
     if functional is not None:
         refuse_windows(record, written)
-        return Written(call.op, functional, mutated)
+        return FunctionalWrite(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:
-        return Composed(composite, functools.partial(_last_resort, cls, record), way=_BY_TORCH)
+        return Decomposed(composite, functools.partial(_last_resort, cls, record), way=_BY_TORCH)
     if any(type(t) is cls for t in targets):
-        raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
+        raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional variant to run instead")
     return fallback(call)

@@ -1,8 +1,8 @@
-"""The engine: looks up the decision for a call, or makes it, and carries it out.
+"""The dispatch engine: looks up the decision for a call in a cache, or makes it, and runs it.
 
-What is decided for a call depends only on its op, the layouts and strides of its tensors, and its other arguments. It
-never depends on the rank or on local values. In eager mode the decision is made once and kept; inside a trace, where
-sizes are symbols, it is made for every call.
+A decision depends only on the op, the layouts and strides of its tensors, and the other arguments. It never depends on
+the rank or on local values. In eager mode a decision is cached; while tracing, where sizes are symbols, it is made for
+every call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CACHE_LIMIT = 1 << 15
 
 
 def clear_cache() -> None:
-    """Forget all decisions, after a rule has changed."""
+    """Clears the cache of decisions; called after a rule has changed."""
     _CACHE.clear()
 
 
@@ -40,21 +40,21 @@ def dispatch(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, object] | None = None,
 ) -> object:
-    """Run an op whose arguments hold at least one sharded tensor; the `__torch_dispatch__` of its class.
+    """Runs an op with at least one sharded tensor among its arguments: the `__torch_dispatch__` of the class.
 
     Args:
         cls: the class of sharded tensors.
-        op: the overload.
-        types: classes of the arguments.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        op: the op overload.
+        types: the classes of the tensor arguments.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
     """
     if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
-        # A view of an ordinary tensor is an ordinary tensor, also when it is taken in inference mode: both share a
-        # version.
+        # A view of an ordinary tensor is an ordinary tensor even in inference mode, because both share a version
+        # counter.
         with torch.inference_mode(False), torch.no_grad():
             return dispatch(cls, op, types, args, kwargs)
-    # The common case first, and without a call for each argument: this is the cost of every eager op.
+    # The common argument types are inlined, without a function call per argument: every eager op pays for this.
     key: list[Any] = [id(op)]
     for a in args:
         kind = type(a)
@@ -95,7 +95,7 @@ def dispatch(
 
 
 def _extend_key(key: list[Any], cls: type[Sharded], a: Any) -> None:
-    """Add what a decision depends on; specs by identity, which the entry keeps alive."""
+    """Extends the cache key by an argument; specs are keyed by identity, and the entry keeps them alive."""
     kind = type(a)
     key.append(kind)  # 1, 1.0 and True are equal but not the same argument
     if kind is cls:
@@ -108,13 +108,13 @@ def _extend_key(key: list[Any], cls: type[Sharded], a: Any) -> None:
         for b in a:
             _extend_key(key, cls, b)
     elif isinstance(a, Tensor) and a.is_nested:
-        key.append([])  # not to be hashed either: it has no shape, and is refused
+        key.append([])  # makes the key unhashable: it has no shape, and is refused
     elif isinstance(a, Tensor):
         key.extend((tuple(a.shape), a.stride(), a.dtype, a.device))
-    elif kind is torch.Generator:  # any one decides alike
+    elif kind is torch.Generator:  # the decision is the same for all generators
         return
     else:
-        key.append([] if kind is torch.SymFloat or kind is torch.SymBool else a)  # not to be hashed, as a `SymInt`
+        key.append([] if kind is torch.SymFloat or kind is torch.SymBool else a)  # unhashable, like a `SymInt`
 
 
 def _remember(
@@ -133,10 +133,10 @@ def _remember(
 
 
 def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
-    """Raise, on all ranks alike, if a trace has taken the size of this rank's local shard for a number.
+    """Raises, on all ranks, if a trace has specialized the size of this rank's local shard.
 
-    It took the hint, which all ranks share. The graph would be right on the ranks that happen to have this size, and
-    the others would be left behind.
+    It was specialized on the hint, which all ranks share. The graph would be correct only on the ranks whose local
+    shard happens to have this size, and the ranks would diverge.
     """
     for dim, partition in enumerate(layout.partitions):
         if (
@@ -153,14 +153,14 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
 
 
 def _is_settled(partition: Partition) -> bool:
-    """Whether a trace has learnt, by guards, that a partition is a known one."""
+    """Whether guards of the trace have established that a partition equals a static one."""
     return compat.is_settled(partition.shard) or (
         partition.kind == "dynamic" and (isinstance(partition.key, int) or compat.is_specialised(partition.key))
     )
 
 
 def way_of(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
-    """What dispatch does for a call, in words, without doing it."""
+    """Describes how dispatch would run a call, without running it."""
     return decide(cls, op, args, kwargs).way
 
 

@@ -1,7 +1,7 @@
-"""What happens when others work on the shards of sharded tensors: collectives of torch, DTensor, DDP, FSDP.
+"""Refuses collectives of torch, DTensor, DDP and FSDP on sharded tensors where they would give wrong results.
 
-Others do the same with the shard of each rank. That is right along mesh dims whose ranks hold the same shard. Across
-ranks that hold different shards it would mix up elements of different places, so it is refused.
+Such a collective treats the local shard of each rank as a replica. That is correct along mesh dims whose ranks hold the
+same shard. Across ranks that hold different shards it would mix up elements of different positions, so it is refused.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from shardcompile.sharded import Sharded
 from shardcompile.sharding import Layout
 
 _IN_PLACE = {"c10d", "fsdp"}
-"""Namespaces of collectives that write to their arguments, and of what prepares memory for them."""
+"""Namespaces of collectives that write to their arguments, and of ops that prepare memory for them."""
 
 _FUNCTIONAL = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d_functional"}
-"""Namespaces of collectives that name their group, and of ops, such as waiting, that send nothing and name none."""
+"""Namespaces of functional collectives, which name their group, and of ops without a group, such as waits."""
 
 
 def hold_the_same_shard(layout: Layout, ranks: Sequence[int]) -> bool:
-    """Whether these ranks, as far as they are in the mesh of a layout, hold the same shard, and all of it."""
-    places = itertools.product(*map(range, layout.mesh.shape))
-    sharding_of = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
-    shard_of = {r: tuple(place[m] for m in sharding_of) for r, place in zip(ranks_of(layout.mesh), places, strict=True)}
+    """Whether those of these ranks that are in the layout's mesh hold the same shard, with no reduction pending."""
+    coordinates = itertools.product(*map(range, layout.mesh.shape))
+    sharding_dims = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
+    shard_of = {r: tuple(c[m] for m in sharding_dims) for r, c in zip(ranks_of(layout.mesh), coordinates, strict=True)}
     return len({shard_of[r] for r in ranks if r in shard_of}) <= 1
 
 
 def check_collective(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    """Refuse a collective of torch's across ranks that hold different shards.
+    """Raises if the op is one of torch's collectives and its ranks hold different shards.
 
     Raises:
-        UnsupportedOpError: on all ranks alike.
+        UnsupportedOpError: they do; raised on all ranks.
     """
     if op.namespace not in _IN_PLACE | _FUNCTIONAL:
         return
@@ -54,7 +54,7 @@ def check_collective(op: OpOverload, args: Sequence[object], kwargs: dict[str, o
 
 
 def collective_refusal(name: str, layout: Layout) -> UnsupportedOpError:
-    """The error for a collective of torch's that is given a sharded tensor."""
+    """Returns the error for a collective of torch's that is called on a sharded tensor."""
     return refusal(
         name,
         layout.describe(),

@@ -1,4 +1,4 @@
-"""The last resort: inputs are gathered, and the op runs on full tensors on every rank."""
+"""The fallback: gathers the inputs of an op and runs it on full tensors on every rank."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from shardcompile.sharding import Layout, Spec
 
 
 def fallback(call: OpCall) -> Entry:
-    """Gather, and log it; raises where `config.fallback` is "error"."""
+    """Returns the entry that gathers the inputs, and logs the gather; raises if `config.fallback` is "error"."""
     record = record_of(call.op)
     plans = tuple(whole_plan(t.layout) for t in call.tensors)
     if not record.reads_value:
-        _tell(call, sum(p.nbytes for p in plans), _why(record))
-    return Gathered(call.op, plans, call.tensors[0].layout, noted=not record.reads_value)
+        _report(call, sum(p.nbytes for p in plans), _reason(record))
+    return Gathered(call.op, plans, call.tensors[0].layout, annotate=not record.reads_value)
 
 
-def _why(record: OpRecord) -> str:
+def _reason(record: OpRecord) -> str:
     if record.rule is None and record.sharded is None and not record.functions:
         return "it has no sharding rule"
     return "no sharding rule or decomposition of it serves this call"
 
 
-def _tell(call: OpCall, nbytes: int, why: str) -> None:
-    """Log a gather: the first one of an op, and later ones that move far more.
+def _report(call: OpCall, nbytes: int, reason: str) -> None:
+    """Logs the first gather of an op, and later ones that move far more bytes.
 
     Raises:
         UnsupportedOpError: `config.fallback` is "error".
     """
     inputs = inputs_text([t.layout for t in call.tensors])
-    text = f"{call.op} runs on full tensors on every rank, {nbytes} B gathered: {why} ({inputs})"
+    text = f"{call.op} runs on full tensors on every rank, {nbytes} B gathered: {reason} ({inputs})"
     if config.fallback == "error":
         raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
     if log_gather(call.op, nbytes, text) and config.fallback == "warn":
@@ -52,26 +52,26 @@ def _tell(call: OpCall, nbytes: int, why: str) -> None:
 
 
 class Gathered(Entry):
-    """Gather all inputs, run the op on full tensors, keep the results replicated.
+    """Gathers all inputs, runs the op on full tensors, and returns replicated results.
 
     Args:
         op: the op.
-        plans: for each input.
-        like: the layout of one of them.
-        noted: whether reports are told that the collectives are for this op.
+        plans: the plans that replicate the inputs.
+        like: the layout of one of the inputs, for its mesh.
+        annotate: whether the nodes of the collectives are annotated with this op, for reports.
     """
 
     way = "on full tensors"
 
-    def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout, noted: bool = True) -> None:
+    def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout, annotate: bool = True) -> None:
         self.op = op
-        self.noted = noted
+        self.annotate = annotate
         self.plans = [p if p.steps else None for p in plans]
         self.mesh = like.mesh
         self.function = kernel_on_shards(op, like.mesh, ())
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if self.noted and compat.is_traced():
+        if self.annotate and compat.is_traced():
             with compat.annotate_nodes(gathered_for=str(self.op)):
                 return self._run(cls, args, kwargs)
         return self._run(cls, args, kwargs)

@@ -1,4 +1,4 @@
-"""Handlers that users put in front of ours, at three levels."""
+"""User-defined handlers, which take precedence over the library's dispatch of ops and functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Handler = Callable[..., Any]
 
 
 class Handlers:
-    """Registries of user handlers.
+    """The registries of user handlers.
 
     Attributes:
-        ops: by aten or custom op overload, called in place of dispatch as the op: ``handler(*args, **kwargs)``.
-        functions: by Python function, called above autograd as ``handler(func, types, args, kwargs)``.
-        names: the same, by the function's qualified name, or that of an op, such as ``my_lib.my_op.default``.
+        ops: by aten or custom op overload; called below autograd in place of the op: ``handler(*args, **kwargs)``.
+        functions: by Python function; called above autograd as ``handler(func, types, args, kwargs)``.
+        names: like `functions`, by the function's qualified name, or an op's name such as ``my_lib.my_op.default``.
     """
 
     ops: ClassVar[dict[Any, Handler]] = {}
@@ -23,6 +23,6 @@ class Handlers:
 
     @staticmethod
     def of_function(function: object) -> Handler | None:
-        """The handler of what a tensor's `__torch_function__` is called with."""
+        """Returns the handler of a function that `__torch_function__` is called with, or None."""
         found = Handlers.functions.get(function) or Handlers.names.get(getattr(function, "__qualname__", ""))
         return found or (Handlers.names.get(str(function)) if Handlers.names else None)

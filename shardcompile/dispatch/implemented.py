@@ -1,7 +1,7 @@
-"""Has a rank with an empty shard refuse what the kernels of the other ranks refuse.
+"""Makes ranks with an empty shard raise where the kernels of the other ranks raise.
 
-Kernels that do not know a dtype say so when they come to the elements. On an empty shard most of them return at once,
-and the rank would go on alone.
+Kernels raise for an unsupported dtype only when they reach the elements. On an empty shard most of them return early,
+so that this rank would continue while the others raise.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from shardcompile.sharded import Sharded
 
 _MOST_ROWS = 16
 _IMPLEMENTED: set[object] = set()
-"""The calls, by op and dtypes, that kernels are known to take."""
+"""The calls, by op and dtypes, that kernels are known to support."""
 
 
 def refuse_on_all_ranks(record: OpRecord, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Raise what a kernel raises for the dtypes of a call, if some ranks have elements and others none.
+    """Raises what a kernel raises for the dtypes of a call, if some ranks have empty shards and others do not.
 
-    The op runs on a few zeros. Not in a trace: a graph serves ranks with and without elements.
+    The op runs once on a few zeros. Layouts of a trace are not checked: one graph serves ranks with and without
+    elements.
 
     Raises:
-        NotImplementedError: there is no kernel.
+        NotImplementedError: no kernel supports the dtypes.
     """
     given = list(tensors_of([*args, *kwargs.values()]))
     if (
@@ -49,13 +50,18 @@ def refuse_on_all_ranks(record: OpRecord, args: Sequence[object], kwargs: Mappin
             )
     except NotImplementedError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError):  # zeros, or so few, are not what it wants
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+    ):  # the op refuses the values or the reduced sizes, not the dtypes
         pass
     _IMPLEMENTED.add(key)
 
 
 def _is_empty_somewhere(x: Tensor) -> bool:
-    """Whether a tensor with elements has an empty shard."""
+    """Whether some rank has an empty shard of a tensor that is not empty."""
     if not isinstance(x, Sharded) or x._spec.layout.is_traced or type(shard_as_held(x)) is not Tensor:
         return False
     return 0 not in x.shape and any(c is not None and 0 in c.sizes for c in x._spec.layout.partitions)

@@ -1,4 +1,4 @@
-"""Ops that write to an argument: to its shard, by the form that is not in place, or by turning it into a view."""
+"""Ops that write to an argument: on its local shard, by their functional variant, or by turning it into a view."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, first_sharded, shard_of
 from shardcompile.sharding import Layout, Spec, may_overlap
 
-_NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
+_NOT_IN_PLACE = "Use the out-of-place op, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
 
 
 def argument(which: int | str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
-    """The argument of a position or a name."""
+    """Returns an argument by its position or its name."""
     return args[which] if isinstance(which, int) else kwargs.get(which)
 
 
 def _refuse_gradients_of_turned(op: OpOverload, target: Sharded, values: Sequence[object]) -> None:
-    """Raise if a write would give a gradient to views of a tensor that was transposed in place since: autograd would
-    take them anew.
+    """Raises if a write would give gradients to views of a tensor that has since been transposed in place.
+
+    Autograd would regenerate these views from the transposed tensor.
     """
     wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
     if wanted and was_turned(target):
         raise refusal(
             str(op), target._spec.layout.describe(),
-            "it, or what it is a view of, was turned in place while there were views of it, whose gradients would be "
-            "those of the same views of what it turned into",
+            "it, or its base, was turned in place into a view of itself while views of it existed, and their gradients "
+            "would be those of the same view ops on the turned tensor",
             _NOT_IN_PLACE,
         )  # fmt: skip
 
 
 class InPlace(Local):
-    """Write to this rank's local shard."""
+    """Runs an in-place op on this rank's local shard."""
 
     def __init__(self, record: OpRecord, choice: Choice) -> None:
         super().__init__(record, choice, [None], None)
@@ -75,7 +76,7 @@ class InPlace(Local):
             shards = [a._local_tensor if type(a) is cls else a for a in args]
             if type(shards[0]) is not Tensor and self.record.elementwise:
                 shards[1:] = in_one_order(self.record, shards[1:], shards[0].stride())
-            self.function(*_apart(shards))
+            self.function(*_copy_overlapping(shards))
         else:
             self._shards(cls, args, kwargs)
         if copied is not None:
@@ -85,11 +86,11 @@ class InPlace(Local):
         return target if self.op._schema.returns else None
 
 
-def _apart(shards: list[object]) -> list[object]:
-    """The shards of a write. Shards that share memory with the written one are copied.
+def _copy_overlapping(shards: list[object]) -> list[object]:
+    """Copies the shards that share memory with the written one, which is the first.
 
-    Torch refuses to write to memory that it reads if both overlap in part. An empty shard never overlaps, so its rank
-    would go on alone.
+    Torch raises if a kernel reads memory that partially overlaps the memory it writes. An empty shard never overlaps,
+    so its rank would continue while the others raise.
     """
     target = shards[0]
     if type(target) is not Tensor or len(shards) == 1:
@@ -101,7 +102,7 @@ def _apart(shards: list[object]) -> list[object]:
 
 
 class InPlaceView(Entry):
-    """Turn the argument into a view of itself, e.g. ``transpose_``."""
+    """Runs an op that turns its argument into a view of itself, e.g. ``transpose_``."""
 
     way = "the op that is not in place, then taken over"
 
@@ -113,24 +114,25 @@ class InPlaceView(Entry):
         target = args[0]
         assert isinstance(target, Sharded), "a plain tensor cannot be turned into a sharded one"
         if target.requires_grad and not target._is_view() and has_views(target):
-            # For views of a plain tensor autograd knows where they lie in memory. For these it calls the view op again.
+            # Autograd regenerates views of a plain tensor by `as_strided`, from their place in memory. For views of a
+            # sharded tensor it replays the view op.
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
-                "views of it exist, whose gradients would be those of the same views of what it turns into",
+                "views of it exist, and their gradients would be those of the same view ops on the turned tensor",
                 _NOT_IN_PLACE,
             )  # fmt: skip
         if has_followers(target):
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
-                "views of it exist that a shard cannot hold, and that are made again from it whenever it is written to",
+                "views of it exist that a local shard cannot alias, and that are copied again after every write to it",
                 _NOT_IN_PLACE,
             )  # fmt: skip
-        # A copied view follows its base. The base must not be the target, which is about to change.
+        # A copied view follows its base. The base must not be the target itself, which is about to become the view.
         view: Any = self.functional(target._stand_in(), *args[1:], **kwargs)
         if view._copied is not None and view._copied.follows(target):
             raise UnsupportedOpError(
-                f"{self.op} of a tensor to a view of itself that a shard cannot hold ({view._spec.layout.describe()}); "
-                "clone the view first"
+                f"{self.op} of a tensor to a view of itself that a local shard cannot alias "
+                f"({view._spec.layout.describe()}); clone the view first"
             )
         target._turn_into(view)
         if has_views(target):
@@ -141,8 +143,8 @@ class InPlaceView(Entry):
         return target
 
 
-class Written(Entry):
-    """Compute the functional form, then write its results to the arguments."""
+class FunctionalWrite(Entry):
+    """Runs the functional variant of an op, then copies its results to the arguments that the op writes to."""
 
     way = "the op that is not in place, then a copy"
 
@@ -154,11 +156,11 @@ class Written(Entry):
         self.mutated = {names[m] if isinstance(m, int) else m: m for m in mutated}
         self.by_results = compat.written_by_results(op)
         self.factory = compat.factory_arguments(op, functional)
-        own = {a.name for a in functional._schema.arguments if a.has_default_value()}
+        functional_defaults = {a.name for a in functional._schema.arguments if a.has_default_value()}
         self.defaults = [
             (i, a.name, a.default_value)
             for i, a in enumerate(op._schema.arguments)
-            if a.has_default_value() and a.name not in own
+            if a.has_default_value() and a.name not in functional_defaults
         ]
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -178,7 +180,7 @@ class Written(Entry):
     def _compute_and_write(
         self, targets: dict[str, Any], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Sequence[object]:
-        """Returns what the op returns: arguments that were written to, and results that are no arguments."""
+        """Returns what the op returns: the arguments that were written to, and the results that are not arguments."""
         given = {name: value for i, name, value in self.defaults if i >= len(args)}
         given |= {k: v for k, v in kwargs.items() if k not in self.outs}
         function: Run = self.functional
@@ -193,14 +195,15 @@ class Written(Entry):
         for name, value in zip(self.by_results, results, strict=True):
             if name in targets:
                 _write(self.op, targets[name], value)
-        found = [targets.get(name, value) for name, value in zip(self.by_results, results, strict=True)]  # type: ignore[arg-type]
-        return found[: len(self.op._schema.returns)]
+        returned = [targets.get(name, value) for name, value in zip(self.by_results, results, strict=True)]  # type: ignore[arg-type]
+        return returned[: len(self.op._schema.returns)]
 
 
 def refuse_expanded(record: OpRecord, targets: Sequence[Spec]) -> None:
-    """Raise if several elements of a target lie in one place. A kernel raises only for a shard that has several.
+    """Raises if elements of a target share memory because it is expanded.
 
-    One value everywhere is the same in whatever order it is written.
+    A kernel raises only if the local shard has several such elements, which depends on the rank. An op that writes one
+    value everywhere is allowed, because the order of its writes does not matter.
     """
     for target in () if record.one_value else targets:
         if any(
@@ -209,26 +212,26 @@ def refuse_expanded(record: OpRecord, targets: Sequence[Spec]) -> None:
         ):
             raise refusal(
                 str(record.op), f"{target.layout.describe()}, an expanded tensor",
-                "several of its elements lie in one place in memory", "Clone it before it is written to",
+                "several of its elements share a memory location", "Clone it before it is written to",
             )  # fmt: skip
 
 
 def refuse_windows(record: OpRecord, targets: Sequence[Spec]) -> None:
-    """Raise if a target may consist of windows with rows in common, where results are computed first, then copied.
+    """Raises if a target may consist of overlapping windows and its new values are computed before they are copied.
 
-    A kernel that writes in place, as that of ``add_`` does, adds to such a row once for each window.
+    A true in-place kernel, such as that of ``add_``, would add to a shared row once for each window.
     """
     for target in () if record.one_value else targets:
         if may_overlap(target.shape, target.stride):
             raise refusal(
                 str(record.op), f"{target.layout.describe()} with strides {tuple(target.stride)}",
-                "several of its elements lie in one place in memory",
-                "Clone it before it is written to, or write to what it is a view of",
+                "several of its elements share a memory location",
+                "Clone it before it is written to, or write to the base of the view",
             )  # fmt: skip
 
 
 def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
-    """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
+    """Copies a value into a tensor of any layout; into a plain tensor on every rank."""
     if tuple(value.shape) != tuple(target.shape):
         given = target._spec.layout.describe() if isinstance(target, Sharded) else "a plain tensor"
         raise refusal(
@@ -251,23 +254,24 @@ def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
         return
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
-    reached = [Replicate() if p.is_partial() and not s else p for p, s in zip(wanted.placements, same, strict=True)]
-    layout = Layout.of(mesh, reached, source.shape, source.dtype, wanted.partitions)
+    # A plan cannot end in a new `Partial`: the value is replicated there, and then split into terms.
+    reachable = [Replicate() if p.is_partial() and not s else p for p, s in zip(wanted.placements, same, strict=True)]
+    layout = Layout.of(mesh, reachable, source.shape, source.dtype, wanted.partitions)
     local = run_plan(find_plan(source, layout), local)
-    for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
+    for mesh_dim, (before, after) in enumerate(zip(reachable, wanted.placements, strict=True)):
         if isinstance(after, Partial) and before != after:
-            local = _as_term(local, after.reduce_op, compat.coordinate(mesh)[mesh_dim] == 0)
+            local = _reduction_term(local, after.reduce_op, compat.coordinate(mesh)[mesh_dim] == 0)
     copy_shard(target._local_tensor, local)
     if target._copied is not None:
         target._copied.write_back(target)
     note_write(target)
 
 
-def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
-    """This rank's term of a pending reduction that gives `value`."""
+def _reduction_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
+    """Returns this rank's term of a pending reduction whose result is `value`."""
     if reduce_op not in ("sum", "product"):
         return value
     neutral = torch.full((), int(reduce_op == "product"), dtype=value.dtype, device=value.device)
-    if compat.is_fake(value):  # in a trace the same nodes on every rank: passes decide by them
+    if compat.is_fake(value):  # while tracing, every rank must have the same nodes, on which passes decide
         return torch.where(torch.full((), first, dtype=torch.bool, device=value.device), value, neutral)
     return value if first else neutral.expand(value.shape).clone()

@@ -1,6 +1,6 @@
-"""What is done for a call: a function of sharded tensors, or the op on local shards.
+"""Dispatch entries: run a call as the op on local shards, or as a decomposition on sharded tensors.
 
-It is decided once in eager mode and kept, so nothing here depends on the rank or on local values.
+Entries are cached in eager mode, so nothing in them depends on the rank or on local values.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Strides = Sequence[Sequence[IntLike] | None]
 
 
 class Entry:
-    """What is done for a call.
+    """A cached decision, which runs a call.
 
     Attributes:
-        way: in words.
-        specs_by_id: the specs whose identities are in the cache key.
+        way: a description of how the call runs, for reports.
+        specs_by_id: the specs whose ids are part of the cache key, kept alive as long as the entry.
     """
 
     way = "on local shards"
@@ -46,15 +46,15 @@ class Entry:
         raise NotImplementedError
 
 
-class Composed(Entry):
-    """Run a function of sharded tensors instead.
+class Decomposed(Entry):
+    """Runs a decomposition of the op: a function of sharded tensors that calls other ops.
 
     Args:
-        function: the op in terms of others.
-        otherwise: what is done with arguments for which the function returns NotImplemented, as some of torch's do: an
-            entry, or an error. NotImplemented would end up in other ops as an argument. It is kept, so it must not
-            hold on to the arguments of the first call.
-        strides: that the results of the op have; empty if they are not known, or are views.
+        function: the decomposition.
+        otherwise: returns the entry for arguments for which `function` returns NotImplemented, as some of torch's
+            decompositions do, or raises. It is cached with the entry, so it must not keep the arguments of the first
+            call alive.
+        strides: the strides of the op's results; empty if they are data-dependent, or if the results are views.
         way: as in `Entry`.
     """
 
@@ -63,7 +63,7 @@ class Composed(Entry):
         function: Callable[..., object],
         otherwise: Callable[[tuple[object, ...], dict[str, object]], Entry],
         strides: Strides = (),
-        way: str = "its form",
+        way: str = "its sharded decomposition",
     ) -> None:
         self.way = way
         self.function = function
@@ -74,35 +74,35 @@ class Composed(Entry):
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
         if out is not NotImplemented:
-            return self._stored(cls, out)
+            return self._with_strides(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
-    def _stored(self, cls: type[Sharded], out: object) -> object:
-        """The results, with the strides of the op itself: later ops decide by strides what can be a view."""
+    def _with_strides(self, cls: type[Sharded], out: object) -> object:
+        """Gives the results the strides of the op itself, because later ops decide by strides what can be a view."""
         if not self.strides:
             return out
         if isinstance(out, Tensor):
             return _with_stride(cls, out, self.strides[0])
-        assert isinstance(out, (list, tuple)), "what has strides is a tensor, or several"
+        assert isinstance(out, (list, tuple)), "strides are stated for one tensor, or for several"
         return type(out)(_with_stride(cls, x, s) for x, s in zip(out, self.strides, strict=True))
 
 
 def _with_stride(cls: type[Sharded], x: object, stride: Sequence[IntLike] | None) -> object:
     if not isinstance(x, Sharded) or stride is None:
         return x
-    # Along sizes of 1 as well: `cat` takes strides of (6, 1, 2, 1) for those of images that are stored by channels.
+    # Dims of size 1 are compared as well: `cat` takes strides of (6, 1, 2, 1) for the channels_last format.
     if all(compat.size_hint(a) == compat.size_hint(b) for a, b in zip(x._spec.stride, stride, strict=True)):
         return x
     stride = compat.retrace(stride)
     return cls._wrap(in_order(x._local_tensor, stride), Spec.of(x._spec.layout, stride))
 
 
-class Checked(Entry):
-    """Look at indices first.
+class IndexChecked(Entry):
+    """Checks that the indices of a call are in range before another entry runs it.
 
     Args:
-        record: of an op that has some.
-        entry: what is done then.
+        record: the record of an op that takes indices.
+        entry: the entry that runs the call.
     """
 
     def __init__(self, record: OpRecord, entry: Entry) -> None:
@@ -116,14 +116,14 @@ class Checked(Entry):
 
 
 class Local(Entry):
-    """Bring the inputs to the layouts that are needed, run the op on local shards, wrap the results.
+    """Redistributes the inputs as the chosen strategy requires, runs the op on local shards, and wraps the results.
 
     Args:
-        record: of the op.
-        choice: the plans of its inputs.
-        specs: of its results.
-        arguments: makes the arguments of the op on local shards.
-        strides_like: where `strides.may_misstate_strides` holds, which argument is a tensor.
+        record: the record of the op.
+        choice: the chosen strategy, with a plan for each input.
+        specs: the specs of the results.
+        arguments: computes the arguments of the op on local shards, for ops with sizes among them; None for no change.
+        strides_like: the index of a tensor argument, if `strides.may_misstate_strides` holds for the op.
     """
 
     def __init__(
@@ -143,27 +143,27 @@ class Local(Entry):
         self.mutates = op._schema.is_mutable
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
-        self.moved = self.aliases and (self.exchanges or _copies_shard(record, choice, specs))
-        self.fresh = not self.mutates and not self.aliases
-        self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
+        self.copies_view = self.aliases and (self.exchanges or _copies_shard(record, choice, specs))
+        self.is_fresh = not self.mutates and not self.aliases
+        self.has_single_output = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
-        self.whole = self.fresh and self.single and _is_whole(specs)
-        self.sized_by_run = self.fresh and torch.Tag.dynamic_output_shape in op.tags
+        self.is_unsharded = self.is_fresh and self.has_single_output and _is_unsharded(specs)
+        self.has_unbacked_shape = self.is_fresh and torch.Tag.dynamic_output_shape in op.tags
         if record.is_random:
             self.function = drawn(op, choice.plans[0].src.mesh, choice.sharded_mesh_dims)
-        elif self.fresh and op.namespace == "aten" and _may_refuse_empty_shards(specs):
-            self.function = _unless_empty(self.function, specs)
+        elif self.is_fresh and op.namespace == "aten" and _may_refuse_empty_shards(specs):
+            self.function = _skip_empty_shards(self.function, specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._shards(cls, args, kwargs)
         if self.mutates:
             return args[0]
-        if self.whole and type(out) is Tensor:
-            return cls._wrap(out, _as_stored(out, self.specs[0]))
-        if self.fresh and (self.exchanges or not compat.is_traced()):
+        if self.is_unsharded and type(out) is Tensor:
+            return cls._wrap(out, _with_actual_stride(out, self.specs[0]))
+        if self.is_fresh and (self.exchanges or not compat.is_traced()):
             out = all_in_order(out, self.specs)
-        specs = _with_own_sizes(out, self.specs) if self.sized_by_run else self.specs
-        if self.single:
+        specs = _with_local_sizes(out, self.specs) if self.has_unbacked_shape else self.specs
+        if self.has_single_output:
             wrapped = out if specs[0] is None else cls._wrap(out, specs[0])
         else:
             wrapped = _wrap_all(cls, out, specs)
@@ -173,8 +173,8 @@ class Local(Entry):
 
     def _shards(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         plans = iter(self.plans)
-        # Kernels decide by strides how results are stored, and in which order elements are drawn.
-        ordered = self.moved or (self.whole and (self.record.is_random or not compat.is_traced()))
+        # Kernels choose by strides how results are stored, and in which order random elements are drawn.
+        ordered = self.copies_view or (self.is_unsharded and (self.record.is_random or not compat.is_traced()))
         local_args = tuple([localize(cls, a, plans, ordered) for a in args])
         local_kwargs = {k: localize(cls, a, plans, ordered) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
@@ -190,30 +190,30 @@ class Local(Entry):
         if not self.record.is_same:
             for out in outs:
                 note_view(args[0], out)
-        if self.moved or args[0]._copied is not None:
+        if self.copies_view or args[0]._copied is not None:
             follow_all(wrapped, self.op, args, lambda: self._shards(cls, args, kwargs))
             return wrapped
         if type(args[0]._local_tensor) is not Tensor:
-            return wrapped  # a trace that saw the same storage would have the output made anew, by `as_strided`
+            return wrapped  # a trace that sees a shared storage would regenerate the output by `as_strided`
         for out in outs:
             compat.share_storage(out, args[0])
         return wrapped
 
 
 def _copies_shard(record: OpRecord, choice: Choice, specs: Specs) -> bool:
-    """Whether the local shard of a view has to be a copy."""
+    """Whether the local shard of a view op's result has to be a copy."""
     if not callable(record.copies_shard):
         return record.copies_shard
-    assert isinstance(specs[0], Spec), "such a view is one tensor"
+    assert isinstance(specs[0], Spec), "a view op that may copy its shard returns one tensor"
     return record.copies_shard(choice.plans[0].dst, specs[0].layout)
 
 
 _RUN_ON_EMPTY_SHARDS = {"cpu"}
-"""Types of devices on which every kernel of torch takes shards without elements."""
+"""The device types on which every kernel of torch accepts empty shards."""
 
 
 def _gives_list(specs: Specs) -> bool:
-    """Whether an op has one result that is a list of tensors."""
+    """Whether an op has a single result that is a list of tensors."""
     return len(specs) == 1 and isinstance(specs[0], list)
 
 
@@ -225,17 +225,17 @@ def _may_refuse_empty_shards(specs: Specs) -> bool:
     )
 
 
-def _unless_empty(function: Callable[..., object], specs: Specs) -> Callable[..., object]:
-    """Have a result without elements be made without the op, in eager mode.
+def _skip_empty_shards(function: Callable[..., object], specs: Specs) -> Callable[..., object]:
+    """Wraps a kernel so that in eager mode results without elements are allocated without running it.
 
-    On GPUs some of torch's kernels refuse empty shards, or read memory that is not theirs, as those of embeddings do.
+    On GPUs some of torch's kernels raise for empty shards, or read out of bounds, as those of embeddings do.
     """
     found: Sequence[Spec] = specs[0] if _gives_list(specs) else specs  # type: ignore[assignment]
     kind = found[0].layout.mesh.device_type
 
     def run(*args: object, **kwargs: object) -> object:
         shards = [b for a in args for b in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(b, Tensor)]
-        # In a trace, and where only shapes are asked for, shards are of another class, or on no device.
+        # While tracing, and for shape inference, the shards are of another class or on the meta device.
         hold_values = all(type(b) is Tensor and b.device.type == kind for b in shards)
         if not hold_values or all(map(Tensor.numel, shards)) or kwargs.get("device") is not None:
             return function(*args, **kwargs)
@@ -249,11 +249,11 @@ def _unless_empty(function: Callable[..., object], specs: Specs) -> Callable[...
     return run
 
 
-def _is_whole(specs: Specs) -> bool:
-    """Whether a result has no sharded dim, so that its shard is computed as plain PyTorch computes the tensor.
+def _is_unsharded(specs: Specs) -> bool:
+    """Whether a single result has no sharded dim and dense strides, so that the kernel decides its strides.
 
-    Strides that leave gaps are those of a view. AOTAutograd takes views by an op that is none to the dispatcher; the
-    shard of such a view may be a copy, which is stored in another way.
+    Strides with gaps are those of a view. AOTAutograd creates views by an op that is no view op to the dispatcher, and
+    the local shard of such a view may be a copy with other strides.
     """
     spec = specs[0] if specs else None
     if (
@@ -262,39 +262,40 @@ def _is_whole(specs: Specs) -> bool:
         or any(partition is not None for partition in spec.layout.partitions)
     ):
         return False
-    told = zip(spec.shape, spec.stride, dense_stride(spec.shape, spec.stride), strict=True)
-    return all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in told)
+    dims = zip(spec.shape, spec.stride, dense_stride(spec.shape, spec.stride), strict=True)
+    return all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in dims)
 
 
-def _as_stored(out: Tensor, spec: Spec) -> Spec:
-    """The spec of a whole result, with the strides that the kernel gave: those of fake kernels are others at times."""
+def _with_actual_stride(out: Tensor, spec: Spec) -> Spec:
+    """Returns the spec of an unsharded result with the kernel's strides, which fake kernels sometimes misstate."""
     return spec if out.stride() == spec.stride else Spec.of(spec.layout, out.stride())
 
 
-def _with_own_sizes(out: Tensor | Sequence[Tensor], specs: Specs) -> list[Spec | None]:
-    """Specs in which dims that are not sharded have the sizes of the shard.
+def _with_local_sizes(out: Tensor | Sequence[Tensor], specs: Specs) -> list[Spec | None]:
+    """Returns the specs with the actual sizes of the local shards in dims that are not sharded.
 
-    The data says these sizes. Each call in a trace has symbols of its own for them, and specs were worked out once.
+    These sizes are data-dependent. Each call in a trace has its own unbacked symbols for them, but the specs were
+    inferred once.
     """
     outs = [out] if isinstance(out, Tensor) else out
-    return [_with_sizes_of(o, s) if isinstance(s, Spec) else None for o, s in zip(outs, specs, strict=True)]
+    return [_with_sizes_of_shard(o, s) if isinstance(s, Spec) else None for o, s in zip(outs, specs, strict=True)]
 
 
-def _with_sizes_of(shard: Tensor, spec: Spec) -> Spec:
+def _with_sizes_of_shard(shard: Tensor, spec: Spec) -> Spec:
     layout = spec.layout
     sizes = [
-        compat.keep_symbol(own) if partition is None and compat.is_unbacked(n) else n
-        for n, own, partition in zip(layout.shape, shard.shape, layout.partitions, strict=True)
+        compat.keep_symbol(local_size) if partition is None and compat.is_unbacked(n) else n
+        for n, local_size, partition in zip(layout.shape, shard.shape, layout.partitions, strict=True)
     ]
     if all(a is b for a, b in zip(sizes, layout.shape, strict=True)):
         return spec
-    whole = all(partition is None for partition in layout.partitions)
-    stride = shard.stride() if whole else contiguous_stride(sizes)
+    unsharded = all(partition is None for partition in layout.partitions)
+    stride = shard.stride() if unsharded else contiguous_stride(sizes)
     return Spec.of(Layout.of(layout.mesh, layout.placements, sizes, layout.dtype, layout.partitions), stride)
 
 
 def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], shards: Callable[[], Any]) -> None:
-    """Have the result of a view op, or all of its results, follow what was viewed."""
+    """Registers each result of a view op as a copied view that follows its base."""
     if not isinstance(wrapped, (list, tuple)):
         follow(wrapped, op, args, None, shards)
         return
@@ -303,13 +304,14 @@ def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], shards: C
 
 
 def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
-    """An argument of the op on local shards: plans bring its tensors to the layouts that are needed.
+    """Replaces the tensors in an argument by local shards, redistributed by their plans.
 
     Args:
         cls: the class of sharded tensors.
         a: the argument.
-        plans: of tensors in order, None where nothing has to be done. The plans of `a` are consumed.
-        keep_order: whether what was moved is stored in the order of the global strides.
+        plans: an iterator over the plans of all tensors in order, None for a tensor that needs no redistribution; those
+            of `a` are consumed.
+        keep_order: whether a redistributed shard is stored in the order of the global strides.
     """
     if isinstance(a, Tensor):
         plan = next(plans)
@@ -329,16 +331,16 @@ def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
 
 
 class Direct(Local):
-    """Run the op on the shards as they are: one result, tensors as positional arguments only."""
+    """Fast path of `Local`: no redistribution, one new result, tensors as positional arguments only."""
 
     def __init__(
         self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, strides_like: int | None
     ) -> None:
         super().__init__(record, choice, specs, arguments, strides_like)
         spec = specs[0]
-        assert isinstance(spec, Spec), "such a call has one tensor as its result"
+        assert isinstance(spec, Spec), "a direct call returns one tensor"
         self.spec = spec
-        self.in_rows = spec.is_plain and spec.stride == contiguous_stride(spec.shape)
+        self.is_contiguous = spec.is_plain and spec.stride == contiguous_stride(spec.shape)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         shards = [a._local_tensor if type(a) is cls else a for a in args]
@@ -347,11 +349,11 @@ class Direct(Local):
             shards = in_one_order(self.record, shards, spec.stride)
             return cls._wrap(in_order(self.function(*shards, **kwargs), spec.stride), spec)
         out = self.function(*shards, **kwargs)
-        if self.sized_by_run:
-            spec = _with_sizes_of(out, spec)
-        if self.whole and type(out) is Tensor:
-            return cls._wrap(out, _as_stored(out, spec))
-        # A kernel chooses the order by the strides of a shard, of which one of few rows has others than the whole.
-        if type(out) is Tensor and not (self.in_rows and out.is_contiguous()):
+        if self.has_unbacked_shape:
+            spec = _with_sizes_of_shard(out, spec)
+        if self.is_unsharded and type(out) is Tensor:
+            return cls._wrap(out, _with_actual_stride(out, spec))
+        # A kernel chooses the memory format by the strides of the shard, which are ambiguous if it has few rows.
+        if type(out) is Tensor and not (self.is_contiguous and out.is_contiguous()):
             out = in_order(out, spec.stride)
         return cls._wrap(out, spec)

@@ -204,7 +204,7 @@ def _outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
     for s in outcomes:
         result = f"; the result is {s.result}" if s.result else ""
         way = f", by {s.way}" if s.way.startswith(("its", "torch")) else f", {s.way}" if s.way else ""
-        way = "" if s.how == "gathered" and s.way == "its form" else way  # which does not serve this
+        way = "" if s.how == "gathered" and s.way == "its sharded decomposition" else way  # which does not serve this
         yield f"  {s.partition:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
 
 

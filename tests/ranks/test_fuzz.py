@@ -617,7 +617,12 @@ def test_windows_are_written_to_once_for_each_that_has_a_row_or_not_at_all(view:
     sizes = {"S(0)": {0: [2, 0, 3]}, "S(1)": {0: [0, 6, 1]}}.get(layout, {})
     inputs = [Input("a0", (5, 7), layout, sizes)]
     told = found(["v0 = a0 * 2", f"{view}.add_(0.5)"], inputs)
-    assert told.kind == RIGHT or "lie in one place" in told.text or "no way back" in told.text, told
+    assert (
+        told.kind == RIGHT
+        or "lie in one place" in told.text
+        or "share a memory location" in told.text
+        or "no way back" in told.text
+    ), told
     assert told.kind in (RIGHT, REFUSED), told
     assert layout != "P(sum)" or told.kind == REFUSED
     assert found(["v0 = a0 * 2", f"{view}.zero_()"], inputs).kind in (RIGHT, REFUSED)

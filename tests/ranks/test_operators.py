@@ -129,7 +129,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["op", "aten.cumprod", "torch.ops.aten.mm.default"]) == 0
     printed = capsys.readouterr().out
     assert "self along dim 0  nothing is sent, on local shards; the result is sharded along dim 0" in printed
-    assert "self along dim 1  rows go to ranks that need them; no tensor is gathered, by its form" in printed
+    assert (
+        "self along dim 1  rows go to ranks that need them; no tensor is gathered, by its sharded decomposition"
+        in printed
+    )
     assert "self sharded along dim 1, mat2 sharded along dim 0 -> a pending sum" in printed
     assert "cumprod (shardcompile/ops/" in printed and "torch" not in printed.partition("aten::mm")[0].split("\n")[0]
     with pytest.raises(SystemExit):
