@@ -52,7 +52,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RedistributionPlan:
     """The steps of a redistribution from one layout to another.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
     dst: Layout
     steps: tuple[Step, ...]
     apart: Apart | None = None
-    parts: tuple[Plan, ...] = ()
+    parts: tuple[RedistributionPlan, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class Plan:
             )
 
 
-def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Plan:
+def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> RedistributionPlan:
     """Returns the plan from `src` to `dst` that moves the fewest bytes, cached for layouts without symbols.
 
     Args:
@@ -116,7 +116,7 @@ def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Plan:
         RedistributeError: the global shapes, dtypes or meshes differ, or no meaningful sequence of steps exists.
     """
     if src is dst:
-        return Plan(src, dst, ())
+        return RedistributionPlan(src, dst, ())
     if has_runs(src) or has_runs(dst):
         return _plan_segments(src, dst)
     if src.is_traced or dst.is_traced:
@@ -124,7 +124,7 @@ def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Plan:
     return _search_cached(src, dst)
 
 
-def _plan_segments(src: Layout, dst: Layout) -> Plan:
+def _plan_segments(src: Layout, dst: Layout) -> RedistributionPlan:
     """Plans a redistribution of segmented dims, in the view that splits off the leading dims flattened into them."""
     _check_meaningful(src, dst)
     partitions = [
@@ -134,21 +134,21 @@ def _plan_segments(src: Layout, dst: Layout) -> Plan:
     sharded_in_both = [(a, b) for a, b in partitions if a is not None and b is not None]
     if all(statically_known_true(a == b) for a, b in sharded_in_both):
         apart = Apart(tuple(a if a is not None else 1 if b is None else b for a, b in partitions))
-        return Plan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
+        return RedistributionPlan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
     exchanged = _exchange_segments(src, dst)
     if exchanged is not None:
         parts = (exchanged, find_plan(exchanged.dst, dst))
-        return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
+        return RedistributionPlan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
     # A dim whose number of segments changes, and that no exchange serves, is gathered first.
     intermediate = src
     for dim, (a, b) in enumerate(partitions):
         if a is not None and b is not None and not statically_known_true(a == b):
             intermediate = intermediate.gathered(dim)
     parts = (find_plan(src, intermediate), find_plan(intermediate, dst))
-    return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
+    return RedistributionPlan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
 
 
-def _exchange_segments(src: Layout, dst: Layout) -> Plan | None:
+def _exchange_segments(src: Layout, dst: Layout) -> RedistributionPlan | None:
     """Returns the exchange that brings a dim to the target's partition, which has a different number of segments.
 
     Returns None if there are several such dims, or if the dim is not sharded over the same single mesh dim in both.
@@ -165,18 +165,18 @@ def _exchange_segments(src: Layout, dst: Layout) -> Plan | None:
     intermediate = Layout.of(src.mesh, src.placements, src.shape, src.dtype, partitions)
     (mesh_dim,) = before.mesh_dims
     nbytes = moved_bytes("regroup_rows", mesh_dim, src, intermediate)
-    return Plan(src, intermediate, (Step("regroup_rows", mesh_dim, src, intermediate, nbytes),))
+    return RedistributionPlan(src, intermediate, (Step("regroup_rows", mesh_dim, src, intermediate, nbytes),))
 
 
 @lru_cache(maxsize=1 << 14)
-def _search_cached(src: Layout, dst: Layout) -> Plan:
+def _search_cached(src: Layout, dst: Layout) -> RedistributionPlan:
     return _search(src, dst)
 
 
 forget_with_world(_search_cached.cache_clear)
 
 
-def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> Plan:
+def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> RedistributionPlan:
     _check_meaningful(src, dst)
     planner = _Planner(src, dst, ask_chunked)
     order = itertools.count()  # breaks ties by order of discovery, which is rank-invariant
@@ -189,7 +189,7 @@ def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> Plan:
             continue
         done.add(state)
         if planner.is_goal(state):
-            return Plan(src, dst, steps)
+            return RedistributionPlan(src, dst, steps)
         for step, after in planner.moves(state):
             cost = (nbytes + step.nbytes, rounds + (step.kind != "take_shard"), next(order))
             heapq.heappush(frontier, (*cost, after, (*steps, step)))

@@ -17,11 +17,11 @@ from shardcompile.collectives.local_shards import TAKE_SHARD, TakeShard
 from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
 from shardcompile.collectives.segment_exchange import REGROUP_ROWS, Regroup
 from shardcompile.collectives.shards import dense_copy
-from shardcompile.planning import Plan, Step
+from shardcompile.planning import RedistributionPlan, Step
 from shardcompile.sharding import Apart, GroupPartition, Layout, Partition, neighbouring
 
 
-def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
+def run_plan(plan: RedistributionPlan, local: Tensor, *, async_op: bool = False) -> Tensor:
     """Redistributes this rank's local shard from the plan's source layout to its target layout.
 
     Args:
@@ -48,12 +48,12 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
     return local
 
 
-def _run_in_view(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
+def _run_in_view(plan: RedistributionPlan, apart: Apart, local: Tensor) -> Tensor:
     """Runs the steps of a plan in the view that splits segmented dims, and flattens the result again."""
     if not plan.steps:
         return local
     src, dst = apart.layout(plan.src), apart.layout(plan.dst)
-    moved = run_plan(Plan(src, dst, plan.steps), _reshape(local, apart.shape(local.shape)))
+    moved = run_plan(RedistributionPlan(src, dst, plan.steps), _reshape(local, apart.shape(local.shape)))
     return _reshape(moved, local_shape_of(plan.dst))
 
 

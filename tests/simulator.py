@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from shardcompile.planning import Plan, Step
+from shardcompile.planning import RedistributionPlan, Step
 from shardcompile.sharding import GroupPartition, Layout, MeshShape, Partition
 
 Coordinate = tuple[int, ...]
@@ -153,7 +153,7 @@ def collect(shards: Shards_, layout: Layout) -> Array:
     return value
 
 
-def run(plan: Plan, shards: Shards_) -> tuple[Shards_, list[int]]:
+def run(plan: RedistributionPlan, shards: Shards_) -> tuple[Shards_, list[int]]:
     """The shards after a plan, and for each step the bytes that changed rank."""
     moved = []
     at = plan.src

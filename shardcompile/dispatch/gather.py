@@ -17,7 +17,7 @@ from shardcompile.ops import OpCall, OpRecord, record_of
 from shardcompile.ops.choice import whole_plan
 from shardcompile.ops.random.streams import kernel_on_shards
 from shardcompile.ops.support.gather_log import inputs_text, log_gather
-from shardcompile.planning import Plan
+from shardcompile.planning import RedistributionPlan
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import Layout, Spec
 
@@ -63,7 +63,9 @@ class Gathered(Entry):
 
     way = "on full tensors"
 
-    def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout, annotate: bool = True) -> None:
+    def __init__(
+        self, op: OpOverload, plans: Sequence[RedistributionPlan], like: Layout, annotate: bool = True
+    ) -> None:
         self.op = op
         self.annotate = annotate
         self.plans = [p if p.steps else None for p in plans]

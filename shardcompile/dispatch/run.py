@@ -22,7 +22,7 @@ from shardcompile.ops.support.copied_views import (
     note_view,
 )
 from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
-from shardcompile.planning import Plan
+from shardcompile.planning import RedistributionPlan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, Spec, contiguous_stride, dense_stride
@@ -303,7 +303,9 @@ def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], shards: C
         follow(out, op, args, i, lambda i=i: shards()[i])  # type: ignore[misc]
 
 
-def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
+def localize(
+    cls: type[Sharded], a: object, plans: Iterator[RedistributionPlan | None], keep_order: bool = False
+) -> object:
     """Replaces the tensors in an argument by local shards, redistributed by their plans.
 
     Args:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from shardcompile.compat import is_one, size_hint
 from shardcompile.ops import Strategy, replicate_all
-from shardcompile.planning import Plan, find_plan
+from shardcompile.planning import RedistributionPlan, find_plan
 from shardcompile.sharding import IntLike, Layout, Partition
 
 _MAX_COMBINATIONS = 256
@@ -63,7 +63,7 @@ class Choice:
         imbalance: how many times the mean the largest shard is of a dim that the op newly shards; 1 if it shards none.
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[RedistributionPlan, ...]
     outputs: tuple[OutputPlan, ...]
     nbytes: int
     cost: int
@@ -284,7 +284,7 @@ def _left(
     return tuple(m for m in sharded if not follows(m, placements[m]))
 
 
-def _cost(plan: Plan) -> int:
+def _cost(plan: RedistributionPlan) -> int:
     """Bytes, as if all shards were of one size: eager code chooses as compiled code does, which knows no sizes."""
     leaves = any(isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True))
     return plan.nominal_nbytes * (_LEAVING if leaves else 1)
@@ -344,6 +344,6 @@ def _collect(
     return partitions
 
 
-def whole_plan(layout: Layout) -> Plan:
+def whole_plan(layout: Layout) -> RedistributionPlan:
     """How a tensor gets to every rank whole."""
     return find_plan(layout, layout.replicated())

@@ -36,7 +36,7 @@ from tiers import often
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile.errors import RedistributeError
-from shardcompile.planning import Plan, Step, _search, find_plan, target_layout
+from shardcompile.planning import RedistributionPlan, Step, _search, find_plan, target_layout
 from shardcompile.sharding import Layout, MeshShape, Partition
 
 R, P = Replicate(), Partial("sum")
@@ -52,7 +52,7 @@ def value_of(layout: Layout) -> Array:
     return (np.arange(math.prod(shape)).reshape(shape) + 10) * DIVISIBLE
 
 
-def check(src: Layout, dst: Layout) -> Plan:
+def check(src: Layout, dst: Layout) -> RedistributionPlan:
     """The plan's result is right on every rank, and its steps move as many bytes as they say."""
     plan = find_plan(src, dst)
     value = value_of(src)
@@ -166,7 +166,7 @@ def test_two_reductions_that_commute_arrive() -> None:
 # The simulator can fail
 
 
-def tampered(plan: Plan, **changes: object) -> Plan:
+def tampered(plan: RedistributionPlan, **changes: object) -> RedistributionPlan:
     """The plan with its last step changed."""
     last = dataclasses.replace(plan.steps[-1], **changes)  # type: ignore[arg-type]
     return dataclasses.replace(plan, steps=(*plan.steps[:-1], last))
@@ -194,7 +194,7 @@ def test_the_simulator_refuses_a_gather_of_the_outer_mesh_dim() -> None:
     partition = Partition.of_sizes([0, 1], [2, 2], (1, 2, 3, 2))
     src = Layout.of(mesh, [S0, S0], shape, torch.float32, [partition])
     mid = Layout.of(mesh, [R, S0], shape, torch.float32, [Partition.of_sizes([1], [2], (4, 4))])
-    plan = Plan(src, mid, (Step("all_gather_v", 0, src, mid, 0),))
+    plan = RedistributionPlan(src, mid, (Step("all_gather_v", 0, src, mid, 0),))
     with pytest.raises(AssertionError):
         run(plan, spread(value_of(src), src))
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from shardcompile import compat, config, machines
 from shardcompile.ops import Strategy, along
 from shardcompile.ops.choice import Choice, choose
-from shardcompile.planning import Plan, find_plan
+from shardcompile.planning import RedistributionPlan, find_plan
 from shardcompile.sharding import Layout, Partition
 from shardcompile.units import in_bytes, in_seconds
 
@@ -68,7 +68,7 @@ class Way:
 
     kind: str
     choice: Choice
-    plans: tuple[Plan, ...]
+    plans: tuple[RedistributionPlan, ...]
     ring: int | None
     nbytes: int
     cost: float
@@ -259,7 +259,11 @@ def _kind(question: Question, choice: Choice) -> str:
 
 
 def _priced(
-    question: Question, choice: Choice, plans: tuple[Plan, ...], returns: Sequence[Plan], ring: int | None
+    question: Question,
+    choice: Choice,
+    plans: tuple[RedistributionPlan, ...],
+    returns: Sequence[RedistributionPlan],
+    ring: int | None,
 ) -> Way:
     mesh, at = question.query.mesh, question.at
     device = machines.device_of(mesh.device_type)
@@ -285,7 +289,7 @@ def _priced(
     return Way(_RING, choice, plans, ring, nbytes + sent, cost + sent, held + 2 * times * shard, seconds)
 
 
-def _work(question: Question, plans: Sequence[Plan]) -> float:
+def _work(question: Question, plans: Sequence[RedistributionPlan]) -> float:
     """Operations of a rank. What a mask leaves out is not known, but of a causal one it is half."""
     query, key, value = (p.dst for p in plans[question.at : question.at + 3])
     batch, heads, rows, features = map(compat.size_hint, query.shape)
@@ -316,7 +320,7 @@ def _link(mesh: DeviceMesh, mesh_dim: int) -> machines.Link:
     return machines.link_of(machines.device_of(mesh.device_type), len(ranks), spread=spread)
 
 
-def _rounds(mesh: DeviceMesh, plans: Sequence[Plan]) -> float:
+def _rounds(mesh: DeviceMesh, plans: Sequence[RedistributionPlan]) -> float:
     """Seconds of what tensors need before, or after: what goes along a mesh dim goes together."""
     along: dict[int, float] = {}
     for step in (s for p in plans for s in p.steps if s.nbytes):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile.compat import OpOverload
-from shardcompile.planning import Plan
+from shardcompile.planning import RedistributionPlan
 from shardcompile.sharding import Layout
 
 _LOG = logging.getLogger("shardcompile")
@@ -33,7 +33,7 @@ def inputs_text(layouts: Sequence[Layout]) -> str:
     return "; ".join(f"input {i}: {x.describe()}" for i, x in enumerate(layouts))
 
 
-def log_replicated(op: OpOverload, plans: Sequence[Plan]) -> None:
+def log_replicated(op: OpOverload, plans: Sequence[RedistributionPlan]) -> None:
     """Logs the sharded inputs that a strategy replicates along a mesh dim.
 
     Args:
@@ -48,7 +48,7 @@ def log_replicated(op: OpOverload, plans: Sequence[Plan]) -> None:
         log_gather(op, nbytes, f"{op} gathers {which}, {nbytes} B: replicated by its cheapest strategy ({inputs})")
 
 
-def _replicates(plan: Plan) -> bool:
+def _replicates(plan: RedistributionPlan) -> bool:
     return any(
         isinstance(before, Shard) and isinstance(after, Replicate)
         for before, after in zip(plan.src.placements, plan.dst.placements, strict=True)
