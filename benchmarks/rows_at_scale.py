@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.inspect.offline import offline_world, trace_step
-from shardcompile.passes import CostModel, Pipeline, Prices, simulate
+from shardcompile.passes import CostModel, GraphCosts, Pipeline, simulate
 
 RANKS, NODE = 64, 8
 BAR = 0.15
@@ -89,7 +89,7 @@ class ExpertLayer(nn.Module):
         weights, numbers = self.gate(h).float().softmax(-1).topk(self.shape.copies)
         rows, own, route = sc.route_rows(h, numbers // self.own, each=[numbers % self.own])
         run = sc.local_map(lambda r, n: self._experts(r, n, self.up, self.down), self.rows)
-        return x + route.back(run(rows, own), weights=weights.to(BF16)).view_as(x)
+        return x + route.combine(run(rows, own), weights=weights.to(BF16)).view_as(x)
 
 
 def experts(shape: Shape, mesh: DeviceMesh, layers: int, parts: int = 1) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -117,9 +117,9 @@ class MeshLayer(nn.Module):
         super().__init__()
         self.edge, self.node = perceptron(3 * CHANNELS), perceptron(2 * CHANNELS)
 
-    def forward(self, x: Any, e: Any, sources: sc.RowLinks, targets: sc.RowLinks) -> tuple[Any, Any]:
-        e = e + self.edge(torch.cat([e, sources.take(x), targets.take(x)], -1))
-        return x + self.node(torch.cat([x, targets.add(e)], -1)), e
+    def forward(self, x: Any, e: Any, sources: sc.GatherPlan, targets: sc.GatherPlan) -> tuple[Any, Any]:
+        e = e + self.edge(torch.cat([e, sources.gather(x), targets.gather(x)], -1))
+        return x + self.node(torch.cat([x, targets.scatter_add(e)], -1)), e
 
 
 class MeshNet(nn.Module):
@@ -128,21 +128,21 @@ class MeshNet(nn.Module):
         self.layers = nn.ModuleList(MeshLayer() for _ in range(layers))
 
     def forward(self, x: Any, e: Any, *parts: Tensor) -> Any:
-        sources, targets = sc.RowLinks(*parts[:5]), sc.RowLinks(*parts[5:])
+        sources, targets = sc.GatherPlan(*parts[:5]), sc.GatherPlan(*parts[5:])
         for layer in self.layers:
             x, e = layer(x, e, sources, targets)
         return x.square().mean()
 
 
-def links(mesh: DeviceMesh, boundary: int) -> sc.RowLinks:
-    """As `link_rows` makes them where each rank asks others for so many rows. Edges lie with their targets."""
+def links(mesh: DeviceMesh, boundary: int) -> sc.GatherPlan:
+    """As `plan_gather` makes them where each rank asks others for so many rows. Edges lie with their targets."""
 
     def numbers(rows: int) -> Any:
         shard = torch.zeros(rows, dtype=torch.int64)
         return sc.ShardTensor.from_local(shard, mesh, [Shard(0)], {0: [rows] * mesh.size()})
 
     asked = torch.zeros(mesh.size(), mesh.size(), dtype=torch.int64, device="cpu")
-    return sc.RowLinks(numbers(NODES), asked, numbers(boundary), numbers(boundary), numbers(EDGES))
+    return sc.GatherPlan(numbers(NODES), asked, numbers(boundary), numbers(boundary), numbers(EDGES))
 
 
 def mesh_net(boundary: int, mesh: DeviceMesh, layers: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -178,7 +178,7 @@ def predicted(build: Build, over: tuple[int, ...], layers: int, pipeline: Pipeli
         for module in (trace.forward, trace.backward):
             assert module is not None
             graph = module.graph
-            timeline = simulate(list(graph.nodes), Prices.of(graph, CostModel.of(graph)))
+            timeline = simulate(list(graph.nodes), GraphCosts.of(graph, CostModel.of(graph)))
             total, exposed = total + timeline.total, exposed + timeline.exposed
     return total, exposed
 

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 
 from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.simulator import Timeline, simulate
@@ -88,7 +88,7 @@ def measure(name: str, graph: Graph, padded: Graph | None = None) -> Result:
         graph: is left as it is.
         padded: the same program with torch's even collectives.
     """
-    prices = Prices.of(graph, CostModel.of(graph))
+    prices = GraphCosts.of(graph, CostModel.of(graph))
     came = simulate(list(graph.nodes), prices)
     ours, seconds = scheduled(graph)
     variants = inductors(graph, "", came)
@@ -107,7 +107,7 @@ def measure(name: str, graph: Graph, padded: Graph | None = None) -> Result:
     )
 
 
-def _without_latency(graph: Graph, prices: Prices) -> Prices:
+def _without_latency(graph: Graph, prices: GraphCosts) -> GraphCosts:
     model, seconds = CostModel.of(graph), dict(prices.seconds)
     for node, group in prices.group.items():
         seconds[node] = max(seconds[node] - model.link(group).latency(model.group_size(group) or 1), 0.0)
@@ -116,7 +116,7 @@ def _without_latency(graph: Graph, prices: Prices) -> Prices:
 
 def timeline(graph: Graph) -> Timeline:
     """A graph in its own order."""
-    return simulate(list(graph.nodes), Prices.of(graph, CostModel.of(graph)))
+    return simulate(list(graph.nodes), GraphCosts.of(graph, CostModel.of(graph)))
 
 
 def scheduled(graph: Graph) -> tuple[Graph, float]:
@@ -178,7 +178,7 @@ class _Estimate:
 
     def __init__(self, graph: Graph) -> None:
         self.model = CostModel.of(graph)
-        self.seconds = dict(Prices.of(graph, self.model).seconds)
+        self.seconds = dict(GraphCosts.of(graph, self.model).seconds)
 
     def __call__(self, node: Node, size: int | None) -> float:
         c = Collective.of(node)

@@ -36,7 +36,7 @@ import suite  # isort: skip
 
 from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.simulator import simulate
@@ -69,7 +69,7 @@ COLUMNS = [
 
 def row(name: str, graph: Graph, inductor: bool) -> dict[str, Any]:
     """Schedule one graph in all ways."""
-    prices = Prices.of(graph, CostModel.of(graph))
+    prices = GraphCosts.of(graph, CostModel.of(graph))
     came = simulate(list(graph.nodes), prices)
     ours, seconds = schedules.scheduled(graph)
     timeline = schedules.timeline(ours)
@@ -103,7 +103,7 @@ def perfect(graph: Graph) -> float:
     copy = suite.copied(graph)
     names = [p.name for p in Pipeline().passes]
     Pipeline(Pipeline().passes[: names.index("bucket_all_gathers")])(copy)
-    bounds = [bucket_bound(g, Prices.of(g, CostModel.of(g)), CostModel.of(g)) for g in (graph, copy)]
+    bounds = [bucket_bound(g, GraphCosts.of(g, CostModel.of(g)), CostModel.of(g)) for g in (graph, copy)]
     return min(bounds)
 
 

@@ -3,10 +3,10 @@
     torch.compile(model, backend="shardcompile")                      # Inductor and these passes
     torch.compile(model, options=shardcompile.passes.inductor_options())
 
-In their order: chains that others emit for uneven shards become one collective; what is computed twice, or not needed,
-goes; small collectives meet in buckets; what is left is started early and awaited late, and Inductor is made to keep
-that order. No pass is needed for correctness: each takes a valid graph and returns a valid graph that computes the
-same, and each can be switched off by its name.
+The passes run in this order: chains of ops that other libraries emit for uneven shards become one collective; repeated
+and dead collectives are removed; small collectives are merged into buckets; the remaining collectives are scheduled to
+overlap with compute, and control dependencies make Inductor keep that order. No pass is needed for correctness: each
+takes a valid graph and returns a valid graph that computes the same values, and each can be switched off by its name.
 """
 
 from shardcompile.machines import Device, Link
@@ -25,16 +25,17 @@ from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnS
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cost.calibrate import measure_link
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
-from shardcompile.passes.schedule.control_dependencies import HoldOrder
+from shardcompile.passes.schedule.control_dependencies import AddControlDependencies
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.schedule.simulator import Timeline, perfetto, simulate
 
 __all__ = [
+    "AddControlDependencies",
     "BucketAllGathers",
     "BucketAllReduces",
     "BucketAllToAlls",
@@ -48,14 +49,13 @@ __all__ = [
     "DropOwnSlice",
     "DropRepeatedWaits",
     "DropSuperseded",
-    "HoldOrder",
+    "GraphCosts",
     "Link",
     "LowerEvenGathers",
     "MergeReductions",
     "NormaliseChains",
     "Pass",
     "Pipeline",
-    "Prices",
     "ReduceThenSlice",
     "ScheduleOverlap",
     "ShareEqualCollectives",

@@ -1,4 +1,4 @@
-"""Inductor with the passes."""
+"""The `shardcompile` backend: Inductor with the passes of this package."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def inductor_options(
     foreign: bool = False,
     model: CostModel | None = None,
 ) -> dict[str, Any]:
-    """What to give ``torch.compile(options=...)`` so that Inductor runs the passes.
+    """Returns the ``options`` of ``torch.compile`` with which Inductor runs the passes.
 
-    Inductor's own overlap passes are off: they price by what a rank holds, so ranks with unequal shards could order
-    their collectives differently. One of the two has to be in charge.
+    Inductor's own overlap passes are switched off, because only one scheduler can be in charge. They estimate costs by
+    the size of this rank's local shard, so ranks with unequal shards could order their collectives differently.
 
     Args:
-        passes: in place of `default_passes()`.
+        passes: replace `default_passes()`.
         off: names of passes to leave out.
-        foreign: whether to turn the chains that DTensor and others emit for uneven shards (pad, gather, slice) into one
-            collective, which the passes know. The ranks then agree on what is rewritten, over the store of the default
-            process group, and compiled code is not cached: all of them have to compile.
-        model: the costs by which `default_passes()` decide, the same on every rank, such as measured ones
-            (``python -m shardcompile calibrate``); None for those of the device that a graph runs on.
+        foreign: whether to rewrite the chains that DTensor and others emit for uneven shards (pad, gather, slice) into
+            one collective that the passes know. The ranks then agree on the rewrites over the store of the default
+            process group, and compiled code is not cached, so that all of them have to compile.
+        model: the cost model of `default_passes()`, rank-invariant, such as a calibrated one (``python -m shardcompile
+            calibrate``); None for that of the device that a graph runs on.
 
     Raises:
-        PassError: `off` names a pass that is not there.
+        PassError: `off` names a pass that does not exist.
     """
     passes = default_passes(model) if passes is None else passes
     pipeline = Pipeline(passes, off)
     return {
         "joint_custom_pre_pass": before_division(pipeline, foreign),
         "post_grad_custom_post_pass": pipeline,
-        **_INDUCTOR_IS_NOT_IN_CHARGE,
+        **_INDUCTOR_OVERLAP_OFF,
     }
 
 
-_INDUCTOR_IS_NOT_IN_CHARGE = {
+_INDUCTOR_OVERLAP_OFF = {
     option: False
     for option in (
         "reorder_for_compute_comm_overlap",
@@ -61,13 +61,13 @@ _INDUCTOR_IS_NOT_IN_CHARGE = {
 def compile_with_passes(
     model: GraphModule, inputs: Sequence[Tensor], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., object]:
-    """The backend ``torch.compile(model, backend="shardcompile")``.
+    """Compiles a graph: the backend of ``torch.compile(model, backend="shardcompile")``.
 
     Args:
-        model: what Dynamo captured.
+        model: the graph that Dynamo captured.
         inputs: its example inputs.
-        mode: one of Inductor's, as for its own backend; what it stands for comes before `options`.
-        options: Inductor's, as for its own backend. What is given here goes before what the passes set.
+        mode: a mode of Inductor, as for Inductor's own backend; `options` override what it sets.
+        options: Inductor's options, as for its own backend. They override those that the passes set.
     """
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     try:

@@ -1,4 +1,4 @@
-"""Passes in their order, as Inductor takes them."""
+"""The pipeline: runs the passes in order, as one custom graph pass of Inductor."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, Drop
 from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
-from shardcompile.passes.cost.model import CostModel, keeping_prices
+from shardcompile.passes.cost.model import CostModel, caching_costs
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
-from shardcompile.passes.schedule.control_dependencies import HoldOrder, hold_payloads
+from shardcompile.passes.schedule.control_dependencies import AddControlDependencies, hold_payloads
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
 
 _LOG = logging.getLogger("shardcompile")
 
-_DECIDING = (
+_COMMUNICATION_PASSES = (
     *(DropSuperseded, ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
     *(BucketAllGathers, BucketAllToAlls, BucketRanges, BucketExchanges, BucketReduceScatters, BucketAllReduces),
     ScheduleOverlap,
 )
-"""The passes that decide by the graph which collectives there are, and in which order they start."""
+"""The passes that decide, by the graph, which collectives there are and in which order they start."""
 
 
 class Pass(Protocol):
-    """A step of the pipeline. Its `repr` says all that its outcome depends on besides the graph."""
+    """One step of the pipeline. Its `repr` states everything besides the graph that its outcome depends on."""
 
     name: str
 
     def __call__(self, graph: Graph) -> None:
-        """Change a valid graph into a valid graph that computes the same."""
+        """Transforms a valid graph, in place, into a valid graph that computes the same values."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a pass did to a graph.
+    """Records what one pass did to a graph.
 
     Attributes:
         name: of the pass.
         nodes: number of nodes before and after.
         collectives: number of collectives before and after.
-        before: the graph as text.
-        after: the graph as text.
+        before: the graph before the pass, as text.
+        after: the graph after the pass, as text.
     """
 
     name: str
@@ -82,10 +82,10 @@ class Step:
 
 
 def default_passes(model: CostModel | None = None) -> list[Pass]:
-    """The passes that are on by default, in their order.
+    """Returns the passes that run by default, in order.
 
     Args:
-        model: the costs, the same on every rank; None for those of the device that a graph runs on.
+        model: the cost model, rank-invariant; None for that of the device that a graph runs on.
     """
     return [
         DropSuperseded(),
@@ -104,36 +104,38 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         BucketAllReduces(model=model),
         LowerEvenGathers(),
         ScheduleOverlap(model=model),
-        HoldOrder(),
+        AddControlDependencies(),
     ]
 
 
 def foreign_passes() -> list[Pass]:
-    """The passes that make one collective of chains that others emit for uneven shards, for the joint graph.
+    """Returns the passes for the joint graph that rewrite the chains that others emit for uneven shards into one
+    collective.
 
-    They run before the graph is divided into forward and backward: afterwards a rank may find a half of a chain where
-    others find all of it.
+    They run before the joint graph is partitioned into forward and backward: afterwards one rank may hold half of a
+    chain where others hold all of it.
     """
     return [DropRepeatedWaits(), NormaliseChains(agree=agreed)]
 
 
 class Pipeline(compat.CustomGraphPass):
-    """Runs passes one after the other, and checks the graph after each.
+    """Runs passes one after the other and checks the graph after each.
 
     Args:
-        passes: in their order.
+        passes: in order.
         off: names of passes to leave out.
-        record: whether to keep in `history`, for every graph, what each pass made of it.
-        in_step: whether all ranks have to compile each graph together, because a pass asks the others.
-        final: whether what it leaves is the graph that is compiled: such pipelines are watched, and their results
-            compared with other ranks'.
+        record: whether to keep in `history`, for every graph, the step of each pass.
+        in_step: whether all ranks have to compile each graph together, because a pass communicates with the other
+            ranks.
+        final: whether its output graph is the one that is compiled: such pipelines are watched, and their collectives
+            are compared between ranks.
 
     Attributes:
-        passes: those that run.
-        history: for every graph the steps, if they are recorded.
+        passes: the passes that run.
+        history: the steps of each graph, if they are recorded.
 
     Raises:
-        PassError: `off` names a pass that is not there.
+        PassError: `off` names a pass that does not exist.
     """
 
     def __init__(
@@ -155,12 +157,12 @@ class Pipeline(compat.CustomGraphPass):
         self.history: list[list[Step]] = []
 
     def __call__(self, graph: Graph) -> None:
-        """Run the passes on a graph, in place.
+        """Runs the passes on a graph, in place.
 
         Raises:
-            PassError: a pass failed, or left an invalid graph; the error says how to do without the pass.
+            PassError: a pass failed or left an invalid graph; the message says how to switch the pass off.
         """
-        with keeping_prices(), common_hints(), _without_collections():
+        with caching_costs(), common_hints(), _without_garbage_collection():
             self._run(graph)
 
     def _run(self, graph: Graph) -> None:
@@ -170,13 +172,11 @@ class Pipeline(compat.CustomGraphPass):
         for watcher in watchers:
             watcher.begun(graph)
         seen, passes = None, self.passes
-        few_rows = rank_dependent_sizes.have_few_rows(graph)
-        compared = self.is_verified or (self.final and (few_rows or rank_dependent_sizes.are_marked(graph)))
-        if few_rows and rank_dependent_sizes.ranks_may_differ(graph):
-            _LOG.info(
-                "some ranks have no rows or one of shards whose sizes are known: the graph stays as it was traced"
-            )
-            passes = [p for p in passes if not isinstance(p, _DECIDING)]
+        has_few_rows = rank_dependent_sizes.have_few_rows(graph)
+        is_compared = self.is_verified or (self.final and (has_few_rows or rank_dependent_sizes.are_marked(graph)))
+        if has_few_rows and rank_dependent_sizes.ranks_may_differ(graph):
+            _LOG.info("some ranks have static local shards of no row or one row: communication stays as it was traced")
+            passes = [p for p in passes if not isinstance(p, _COMMUNICATION_PASSES)]
         for graph_pass in passes:
             before = _describe(graph) if self.record else None
             seen = _call(graph_pass, graph, seen)
@@ -184,15 +184,19 @@ class Pipeline(compat.CustomGraphPass):
                 watcher.passed(graph, graph_pass.name)
             if before is not None:
                 self.history[-1].append(_step(graph_pass.name, before, _describe(graph)))
-        if self.final and graph.owning_module is not None and not any(isinstance(p, HoldOrder) for p in self.passes):
-            hold_payloads(graph)  # no matter of speed
+        if (
+            self.final
+            and graph.owning_module is not None
+            and not any(isinstance(p, AddControlDependencies) for p in self.passes)
+        ):
+            hold_payloads(graph)  # needed for correctness
         for watcher in watchers:
             watcher.ended(graph)
         if not self.final:
             forget_origins(graph)
-            if few_rows:
+            if has_few_rows:
                 rank_dependent_sizes.mark(graph)
-        if compared:
+        if is_compared:
             read_notes_with(_before_first_run)
             leave_note(graph, record_of(graph))
 
@@ -200,26 +204,30 @@ class Pipeline(compat.CustomGraphPass):
         return "\n".join(f"{i}. {p.name:<28} {p!r}" for i, p in enumerate(self.passes, 1)) or "no passes"
 
     def uuid(self) -> object:
-        """What compiled code depends on besides this library's sources, by which all of torch's caches are keyed.
+        """Returns the key by which torch's caches tell pipelines apart, besides the sources of this library.
 
-        None, so that nothing is cached, where something is to be seen each time that a graph is compiled. What was
-        compiled without a record of its collectives is not used where they are compared.
+        It is None, so that nothing is cached, where every compilation has to be observed. Code that was compiled
+        without a record of its collectives is not reused where records are compared.
         """
         if self.record or self.in_step or _WATCHERS.here():
             return None
-        read_notes_with(_before_first_run)  # torch asks for this before it looks anything up
+        read_notes_with(_before_first_run)  # torch asks for the key before any cache lookup
         if not self.is_verified:
             return repr(self.passes)
         return f"{self.passes!r} and a record of collectives"
 
     @property
     def is_verified(self) -> bool:
-        """Whether ranks compare what it leaves."""
+        """Whether the ranks compare the collectives of its output graph."""
         return config.verify and self.final and not self.in_step
 
 
 def _before_first_run(notes: tuple[Any, ...]) -> Callable[[], None] | None:
-    """What has to be done before a compiled graph runs, by the records that came with it: one for each module."""
+    """Returns the check to run before the first call of a compiled graph, or None.
+
+    Args:
+        notes: the records that were stored with the code, one for each module.
+    """
     if not notes and not (config.verify and any(p.is_verified for p in custom_post_passes(Pipeline))):
         return None
     if not notes or not all(map(is_record, notes)):
@@ -233,15 +241,16 @@ def _before_first_run(notes: tuple[Any, ...]) -> Callable[[], None] | None:
 
 
 def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
-    """What runs on the graph of forward and backward together: some passes of a pipeline, and `foreign_passes()`.
+    """Returns the pipeline for the joint graph, before it is partitioned into forward and backward.
 
-    A round trip between the two would leave its way back in the backward graph, and with it all that is needed to
-    compute anew what it sends: for AOTAutograd a wait is something that has to be done, whether it is read or not. So
-    would, with torch 2.15, what the backward pass asks for again: it is saved, but its second wait stays.
+    It holds some passes of a pipeline, and `foreign_passes()`. An inverse pair between forward and backward would leave
+    its second collective in the backward graph, with everything needed to recompute what it sends: for AOTAutograd a
+    wait has a side effect, whether its result is read or not. The same holds, with torch 2.15, for a collective that
+    the backward pass repeats: its result is saved, but its second wait stays.
 
     Args:
-        pipeline: what runs on the divided graphs.
-        foreign: whether the chains of others are made one collective first.
+        pipeline: the one that runs on the partitioned graphs.
+        foreign: whether foreign chains are rewritten into one collective first.
     """
     kinds = (DropSuperseded, ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
     early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
@@ -249,30 +258,32 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
 
 
 class Watcher(Protocol):
-    """Sees every pipeline of its rank at work, see `watching`. It changes nothing."""
+    """Observes every pipeline of its rank, see `watching`, and changes nothing."""
 
     def begun(self, graph: Graph) -> None:
-        """A graph as it comes to the first pass."""
+        """Called with the input graph of the first pass."""
 
     def passed(self, graph: Graph, name: str) -> None:
-        """The graph after a pass."""
+        """Called with the graph after each pass."""
 
     def ended(self, graph: Graph) -> None:
-        """The graph after the last pass."""
+        """Called with the output graph of the last pass."""
 
 
 _WATCHERS: Listeners[Watcher] = Listeners()
 
 
 def watching(watcher: Watcher) -> contextlib.AbstractContextManager[None]:
-    """Have every pipeline of this rank tell what it does inside of this."""
+    """Registers a watcher of every pipeline of this rank while the context is active."""
     return _WATCHERS.with_one_more(watcher)
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Have no garbage collected meanwhile. A process that has loaded torch looks through millions of objects each time.
-    Passes over large graphs make enough objects for that to take a quarter of their time.
+def _without_garbage_collection() -> Iterator[None]:
+    """Disables garbage collection while the context is active.
+
+    A process that has loaded torch scans millions of objects in each collection. Passes over large graphs allocate
+    enough objects for that to take a quarter of their time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -284,22 +295,22 @@ def _without_collections() -> Iterator[None]:
 
 
 def _call(graph_pass: Pass, graph: Graph, seen: Seen | None) -> Seen:
-    """Run a pass, and check what it left, unless that is the graph as it was `seen` after the last check."""
+    """Runs a pass and lints the graph, unless it equals `seen`, the graph after the last check."""
     try:
         graph_pass(graph)
-        left = Seen.of(graph)
-        if left != seen:
+        result = Seen.of(graph)
+        if result != seen:
             graph.lint()
-        return left
+        return result
     except Exception as error:
         raise PassError(
-            f"the pass {graph_pass.name} failed{_place(error)}: {type(error).__name__}: {error}. "
+            f"the pass {graph_pass.name} failed{_failing_node(error)}: {type(error).__name__}: {error}. "
             f"To compile without it: inductor_options(off=[{graph_pass.name!r}])"
         ) from error
 
 
-def _place(error: Exception) -> str:
-    """The node that was worked on: of the innermost call that has one."""
+def _failing_node(error: Exception) -> str:
+    """Describes the node that was being processed: that of the innermost frame that has one."""
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():

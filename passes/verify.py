@@ -1,16 +1,16 @@
-"""Finds ranks whose graphs would communicate differently, before they do so and not when they hang.
+"""Finds ranks whose compiled graphs would communicate differently, before they run and hang.
 
-Each rank writes down the collectives of its graph: kind, dtype, bytes of the global tensor and reduction, in their
-order. For every process group the ranks of it compare what they wrote, through the key-value store of the default
-process group; nothing is sent over the groups themselves. Collectives on another group count if all ranks of this group
-take part in them. So an exchanged order of two groups is found as well.
+Each rank records the collectives of its graph in order: kind, dtype, bytes of the global tensor and reduction. The
+ranks of every process group compare their records through the key-value store of the default process group; nothing is
+sent over the groups themselves. Collectives of another group are included in the comparison if all ranks of this group
+take part in them, so that a swapped order of two groups is found as well.
 
-What was written down is kept beside the compiled code, in the compiler's caches too. Ranks compare it when the code
-runs for the first time since it was compiled or loaded: the program calls its graphs in one order on every rank, but
-when a graph is compiled is a matter of each rank. A backward graph is loaded from a cache together with its forward
-graph, and may be compiled no sooner than in the first backward pass.
+The record is stored with the compiled code, in the compiler's caches too. Ranks compare it when the code runs for the
+first time since it was compiled or loaded: the program calls its graphs in the same order on every rank, but each rank
+compiles them at its own time. A backward graph is loaded from a cache together with its forward graph, and may be
+compiled as late as in the first backward pass.
 
-A rank that fails to compile says so, and the others raise instead of waiting for it in their first collective.
+A rank that fails to compile reports it, and the others raise instead of waiting for it in their first collective.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _POLL_SECONDS = 0.01
 
 
 class OtherRankFailed(PassError):
-    """This rank could go on, but another one failed to compile, or did not."""
+    """Raised on a rank that could go on, when another rank failed to compile or did not compile."""
 
 
 @dataclass
 class _Progress:
-    """How far this rank has come in a world.
+    """Counts what this rank has compared with the ranks of one default process group.
 
     Attributes:
-        failures: how often a rank failed to compile. The count of graphs starts anew then, on every rank.
-        graphs: how many graphs have been compared since, by group.
+        failures: how often a rank failed to compile. The count of graphs then restarts on every rank.
+        graphs: how many graphs have been compared since the last failure, by group.
     """
 
     failures: int = 0
     graphs: Counter[str] = field(default_factory=Counter)
 
     def fail(self) -> None:
-        """Count a failure."""
+        """Counts a failure and restarts the count of graphs."""
         self.failures += 1
         self.graphs.clear()
 
@@ -65,44 +65,44 @@ def _progress() -> _Progress:
 
 
 def signature(c: Collective) -> str:
-    """What has to be the same on every rank of a group: a line of text."""
+    """Describes what has to be the same on every rank of the group, as one line of text."""
     size = None if c.descriptor.of_one_rank else c.global_size
-    nbytes = f"{size} B" if isinstance(size, int) else "size not known"
+    nbytes = f"{size} B" if isinstance(size, int) else "unknown size"
     dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
     words = [a for a in c.arguments._replace(group_name=None) if isinstance(a, str)]
-    told = None if c.descriptor.of_one_rank else c.sizes
-    sizes = [] if told is None else ["sharded of", ",".join(map(str, told))]
+    shard_sizes = None if c.descriptor.of_one_rank else c.sizes
+    sizes = [] if shard_sizes is None else ["shard sizes", ",".join(map(str, shard_sizes))]
     return " ".join([c.kind, *words, dtypes, nbytes, *sizes])
 
 
 Record = tuple[tuple[str, str], ...]
-"""For each collective of a graph, in its order: what has to be the same on every rank, and the name of its group."""
+"""The collectives of a graph in order: for each its signature and the name of its group."""
 
 
 def record_of(graph: Graph) -> Record:
-    """What to compare of a graph."""
+    """Returns the record of a graph."""
     return tuple((signature(c), c.group_name) for c in collectives(graph))
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is a record; what was read from a file need not be."""
+    """Whether a value is a record; a value that was read from a file need not be one."""
     return isinstance(value, tuple) and all(
         isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry) for entry in value
     )
 
 
 def verify(record: Record) -> None:
-    """Compare the collectives of a graph that is about to run with those of the other ranks of its groups.
+    """Compares the collectives of a graph that is about to run with those of the other ranks of its groups.
 
-    Every rank of a group has to call this for as many graphs with collectives on that group.
+    Every rank of a group has to call this once for each of its graphs with collectives on that group.
 
     Raises:
-        PassError: on every rank of the group, they differ, or a rank failed to compile, or did not compile in time.
+        PassError: on every rank of the group, if the records differ, or a rank failed to compile or timed out.
     """
     try:
         _compare_by_group(record)
     except PassError as error:
-        _tell(error)  # ranks of other groups may be waiting for this one
+        _report(error)  # ranks of other groups may be waiting for this one
         raise
 
 
@@ -112,18 +112,18 @@ def _compare_by_group(record: Record) -> None:
     for name, group in groups.items():
         if group.size() < 2 or group.name() == "fake":
             continue
-        shared = [(what, other) for what, other in record if set(members[name]) <= set(members[other])]
-        # Groups of the same ranks have the same place in the list on each of them, whatever their names.
-        places = {other: i for i, other in enumerate(dict.fromkeys(other for _, other in shared))}
-        lines = [f"{what}, group {places[other]} of {len(members[other])} ranks" for what, other in shared]
+        shared = [(line, other) for line, other in record if set(members[name]) <= set(members[other])]
+        # A group has the same position in this list on all of its ranks, whatever its name there.
+        positions = {other: i for i, other in enumerate(dict.fromkeys(other for _, other in shared))}
+        lines = [f"{line}, group {positions[other]} of {len(members[other])} ranks" for line, other in shared]
         _compare(name, members[name], lines)
 
 
 def agreed(lines: Sequence[str]) -> list[str]:
-    """The lines that every rank has, in this rank's order.
+    """Returns the lines that every rank has, in this rank's order.
 
-    For decisions that one rank's graph cannot tell to be the same on the others. Every rank of the default process
-    group has to call this, as often as the others; what it compiles may not come out of a cache.
+    It serves decisions whose rank-invariance does not follow from this rank's graph. Every rank of the default process
+    group has to call it equally often, so code that depends on it may not be cached.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() == "fake":
         return list(lines)
@@ -135,14 +135,14 @@ def agreed(lines: Sequence[str]) -> list[str]:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the ranks that wait for this one that it could not compile."""
-    # Without verification, ranks compare only some graphs, and would hear of this failure when it is long over.
+    """Tells the ranks that wait for this one that it failed to compile."""
+    # Without verification, ranks compare only some graphs, and would read of this failure long after it.
     if config.verify:
-        _tell(error)
+        _report(error)
 
 
-def _tell(error: BaseException) -> None:
-    if _is_of_another_rank(error):
+def _report(error: BaseException) -> None:
+    if _is_from_another_rank(error):
         return
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         text = f"rank {dist.get_rank()} failed to compile: {type(error).__name__}: {error}"
@@ -151,7 +151,7 @@ def _tell(error: BaseException) -> None:
         progress.fail()
 
 
-def _is_of_another_rank(error: BaseException | None) -> bool:
+def _is_from_another_rank(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, OtherRankFailed):
         error = error.__cause__ or error.__context__  # Inductor wraps what it catches
     return error is not None
@@ -163,8 +163,8 @@ def _failure_key(progress: _Progress) -> str:
 
 def _compare(group_name: str, ranks: Sequence[int], lines: Sequence[str]) -> None:
     progress = _progress()
-    number = f"{progress.failures}/{progress.graphs[group_name]}"
-    key = f"shardcompile/verify/{','.join(map(str, ranks))}/{group_name}/{number}"
+    position = f"{progress.failures}/{progress.graphs[group_name]}"
+    key = f"shardcompile/verify/{','.join(map(str, ranks))}/{group_name}/{position}"
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     digests = _exchange(f"{key}/digest", ranks, digest)
     progress.graphs[group_name] += 1
@@ -176,20 +176,20 @@ def _compare(group_name: str, ranks: Sequence[int], lines: Sequence[str]) -> Non
 
 
 def _difference(rank: int, lines: Sequence[str], other_rank: int, others: Sequence[str]) -> str:
-    same = next(
+    first = next(
         (i for i, (a, b) in enumerate(zip(lines, others, strict=False)) if a != b), min(len(lines), len(others))
     )
-    at = [x[same] if same < len(x) else "none: there are no more" for x in (lines, others)]
+    at = [x[first] if first < len(x) else "none: there are no more" for x in (lines, others)]
     return (
-        f"ranks {rank} and {other_rank} have compiled different collectives, and would wait for one another without "
-        f"end. They differ from number {same} on (of {len(lines)} and {len(others)}): rank {rank} has {at[0]}; rank "
-        f"{other_rank} has {at[1]}. The program, or a pass, takes a decision by what only one rank knows: the rank, "
-        "the size of its shard, or its values. Where it is a pass, torch.compile(backend='inductor') does without"
+        f"ranks {rank} and {other_rank} have compiled different collectives and would hang. They differ from "
+        f"collective number {first} on (of {len(lines)} and {len(others)}): rank {rank} has {at[0]}; rank "
+        f"{other_rank} has {at[1]}. The program, or a pass, decides by something that is not rank-invariant: the rank, "
+        "the size of its local shard, or its values. If it is a pass, torch.compile(backend='inductor') does without it"
     )
 
 
 def _exchange(key: str, ranks: Sequence[int], value: str) -> list[str]:
-    """What each rank has set, in the order of `ranks`."""
+    """Publishes this rank's value and returns those of all ranks, in the order of `ranks`."""
     store, progress = compat.store(), _progress()
     failed = _failure_key(progress)
     store.set(f"{key}/{dist.get_rank()}", value)
@@ -200,7 +200,7 @@ def _exchange(key: str, ranks: Sequence[int], value: str) -> list[str]:
                 progress.fail()
                 raise OtherRankFailed(store.get(failed).decode())
             if time.monotonic() > end:
-                store.delete_key(f"{key}/{dist.get_rank()}")  # as if it had not been compiled here either
+                store.delete_key(f"{key}/{dist.get_rank()}")  # as if this rank had not compiled it either
                 raise OtherRankFailed(
                     f"rank {rank} did not compile this graph within {config.verify_timeout:.0f} s, as rank "
                     f"{dist.get_rank()} did. It has other guards or other code, or it failed; see its output, or raise "

@@ -1,1 +1,1 @@
-"""Which real collectives there are: many in one, or torch's own in place of ours."""
+"""Passes that choose the real collectives: many merged into one, or torch's own in place of ours."""

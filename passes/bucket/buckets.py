@@ -1,12 +1,12 @@
-"""Buckets: many collectives in one.
+"""Bucketing passes: merge many collectives into one.
 
-A small collective costs little but its latency. The gradients of a model's parameters, reduced one by one, cost a
-multiple of what their bytes do. So do gathers of parameters that are kept sharded. Torch's own even collectives meet
-as ours do, and each other.
+A small collective costs little but its latency. Reducing the gradients of a model's parameters one by one costs a
+multiple of what their bytes do, and so does gathering sharded parameters one by one. The even collectives of torch are
+bucketed too, with ours and with each other.
 
-What meets in a bucket follows from the program and from sizes that all ranks of a group share. It never depends on the
-bytes of this rank's local shard: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member
-was, or before what reads the first member's result, together with all that its payloads need.
+The members of a bucket follow from the program and from sizes that all ranks of a group share, never from the bytes of
+this rank's local shard: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or
+before the first reader of its first member's result, together with everything that its payloads need.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardcompile.collectives.traffic import (
 )
 from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
-from shardcompile.passes.bucket.choice import Choice
+from shardcompile.passes.bucket.choice import BucketSearch
 from shardcompile.passes.cost.model import CostModel, computes_nothing
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
@@ -45,21 +45,21 @@ aten = torch.ops.aten
 
 
 class Bucketing:
-    """What the bucketing passes share: which collectives meet, and how a graph is put in order again.
+    """The base of the bucketing passes: selects the members of buckets and replaces them in the graph.
 
-    What joins a bucket says so in its descriptor.
+    A collective states in its descriptor which bucket it can join.
 
     Args:
-        bucket_bytes: no bucket holds more, over all ranks; None for as much as makes the graph faster.
-        model: the costs, by which members are chosen, see `Choice`; None for those of the device that the graph runs
-            on.
+        bucket_bytes: the most bytes of a bucket, over all ranks; None for as many as make the graph faster.
+        model: the cost model by which members are chosen, see `BucketSearch`; None for that of the device that the
+            graph runs on.
     """
 
     name = ""
     bucket = ""
-    """The kind that members join, see `shardcompile.collectives.descriptor.Joins`."""
+    """The kind of the bucket that members join, see `shardcompile.collectives.descriptor.Joins`."""
     divides = True
-    """Whether what could meet may become several buckets, see `Choice`."""
+    """Whether a group of candidates may become several buckets, see `BucketSearch`."""
 
     def __init__(self, bucket_bytes: int | None = None, model: CostModel | None = None) -> None:
         self.bucket_bytes = bucket_bytes
@@ -78,43 +78,47 @@ class Bucketing:
         groups = {key: group for key, group in groups.items() if len(group) > 1}
         if groups:
             model = self.model or CostModel.of(graph)
-            choice = Choice(graph, groups, model, self._traffic, self.bucket_bytes, self.divides)
-            self._replace(graph, choice.buckets())
+            search = BucketSearch(graph, groups, model, self._traffic, self.bucket_bytes, self.divides)
+            self._replace(graph, search.buckets())
 
     def _may_join(self, c: Collective) -> bool:
-        """Whether it writes to nothing, has one payload, and only its waits read its result."""
+        """Whether it is functional, has one payload, and only its waits read its result."""
         return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
-        """What a bucket moves, by the kinds of its members and by what each rank has of all of them."""
+        """Returns what a bucket moves, given the kinds of its members and the load of each rank."""
         raise NotImplementedError
 
     def _key(self, c: Collective) -> Hashable:
-        """What members of a bucket have in common besides their group, or None for what cannot join it after all."""
+        """Returns what the members of a bucket share besides their group, or None if it cannot join a bucket."""
         raise NotImplementedError
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        """One collective for all members, at the graph's insertion point: its start, lengths of their parts, dtype."""
+        """Adds one collective for all members at the insertion point.
+
+        Returns:
+            Its start, the lengths of the members' parts in its result, and the dtype of its result.
+        """
         raise NotImplementedError
 
     def _replace(self, graph: Graph, buckets: Sequence[Sequence[Node]]) -> None:
         if not buckets:
             return
-        place = {node: float(i) for i, node in enumerate(graph.nodes)}
+        position = {node: float(i) for i, node in enumerate(graph.nodes)}
         for bucket in buckets:
-            # As they are now: other buckets may have replaced their payloads.
-            members = map(Collective.of, sorted(bucket, key=place.__getitem__))
-            self._replace_one(graph, [c for c in members if c is not None], place)
+            # Read them anew: other buckets may have replaced their payloads.
+            members = map(Collective.of, sorted(bucket, key=position.__getitem__))
+            self._replace_one(graph, [c for c in members if c is not None], position)
         _sort(graph)
 
-    def _replace_one(self, graph: Graph, ordered: Sequence[Collective], place: Mapping[Node, float]) -> None:
-        """Put a bucket in place of its members. These come in their order; the graph need not be in order after it."""
-        # By size, so that in bytes every part starts at its own width.
+    def _replace_one(self, graph: Graph, ordered: Sequence[Collective], position: Mapping[Node, float]) -> None:
+        """Replaces members, given in graph order, by a bucket; may leave the graph in an invalid order."""
+        # By item size, so that every part is aligned to its own dtype.
         members = sorted(ordered, key=lambda m: -m.value.dtype.itemsize)
         with graph.inserting_before(ordered[-1].node):
             start, lengths, dtype = self._merge(graph, members)
         inherit(start, ordered)
-        with graph.inserting_before(min(ordered[-1].waits, key=place.__getitem__)):
+        with graph.inserting_before(min(ordered[-1].waits, key=position.__getitem__)):
             parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), lengths, 0)
             for i, m in enumerate(members):
                 part = add_node(graph, operator.getitem, parts, i)
@@ -131,13 +135,13 @@ class Bucketing:
 
 
 class BucketAllReduces(Bucketing):
-    """Reduce many tensors in one collective, where none waits for the result of another.
+    """Reduces many tensors in one collective, where none depends on the result of another.
 
         all_reduce(a); all_reduce(b)   ->   all_reduce(cat(a, b)), split
 
-    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype. A
-    backend's order of summation may depend on the length of the message. So floats can differ in their last bit from
-    those without the bucket (seen with three and more ranks; two terms add up the same in either order).
+    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype. The order
+    of summation of a backend may depend on the length of the message, so floats can differ in their last bit from those
+    without the bucket (seen with three and more ranks; the sum of two terms does not depend on their order).
     """
 
     name = "bucket_all_reduces"
@@ -161,12 +165,12 @@ class BucketAllReduces(Bucketing):
 
 
 class BucketAllGathers(Bucketing):
-    """Gather the shards of many tensors in one collective, of any sizes and dtypes.
+    """Gathers the shards of many tensors, of any sizes and dtypes, in one collective.
 
         all_gather_v(a, ...); all_gather_v(b, ...)   ->   all_gather_bucket([a, b], ...), split
 
     Legal because a gather moves elements and computes nothing. Each rank sends its shards of all members one after the
-    other: the bytes on the wire are those of the shards. Even gathers of torch's own join.
+    other, so that the bytes on the wire are those of the shards. Even gathers of torch join as well.
     """
 
     name = "bucket_all_gathers"
@@ -175,7 +179,7 @@ class BucketAllGathers(Bucketing):
     def _key(self, c: Collective) -> Hashable:
         if _is_even(c) and not (c.value.ndim and _is_static(c)):
             return None
-        # In bytes the parts' places are multiples of symbols, of which a view to a dtype would have to be sure.
+        # Byte offsets of symbolic parts would have to be provably aligned for a view to their dtype.
         return c.value.device, None if _is_static(c) else c.value.dtype
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
@@ -198,17 +202,17 @@ class BucketAllGathers(Bucketing):
 
 
 class BucketReduceScatters(Bucketing):
-    """Reduce many tensors, and leave each rank its shards, in one collective.
+    """Reduces many tensors in one collective that leaves each rank its shards.
 
         reduce_scatter_v(a, ...); reduce_scatter_v(b, ...)           ->   reduce_scatter_bucket([a, b], ...), split
         reduce_scatter_tensor(a); reduce_scatter_tensor(b)           ->   reduce_scatter_tensor(cat(a, b)), split
         reduce_scatter_v(a, ...); reduce_scatter_tensor(b)           ->   reduce_scatter_bucket([a, b], ...), split
 
     Legal because the reduction works element by element. Members have one group, one reduction and one dtype. Ours
-    reduce in rank order, in a bucket as alone: the results are the same bit for bit. Even ones of torch's stay torch's
-    as long as they meet no others. A backend's order of summation may depend on the length of the message. So floats
-    can differ in their last bit from those without the bucket; they can also differ from torch's where an even one
-    meets uneven ones. Two terms add up the same in either order.
+    reduce in rank order, in a bucket as alone, so that results are bitwise the same. Even ones of torch stay torch's
+    unless they share a bucket with ours. The order of summation of a backend may depend on the length of the message,
+    so floats of torch's collectives can differ in their last bit from those without the bucket, also where an even one
+    joins uneven ones. The sum of two terms does not depend on their order.
     """
 
     name = "bucket_reduce_scatters"
@@ -220,7 +224,7 @@ class BucketReduceScatters(Bucketing):
             return reduce_op, c.value.dtype, c.value.device, True
         if not c.value.ndim or not _is_static(c):
             return None
-        return reduce_op, c.value.dtype, c.value.device, _is_known(reduce_op, c.value.dtype)
+        return reduce_op, c.value.dtype, c.value.device, _is_supported(reduce_op, c.value.dtype)
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         even = kinds == {REDUCE_SCATTER.kind}
@@ -246,11 +250,11 @@ class BucketReduceScatters(Bucketing):
 
 
 class BucketAllToAlls(Bucketing):
-    """Exchange the shards of many tensors between the same ranks in one collective.
+    """Exchanges the shards of many tensors in one all-to-all.
 
         all_to_all_v(a, ...); all_to_all_v(b, ...)   ->   all_to_all_bucket([a, b], ...), split
 
-    Legal because an exchange moves elements and computes nothing. Members have one group and one dtype.
+    Legal because an all-to-all moves elements and computes nothing. Members have one group and one dtype.
     """
 
     name = "bucket_all_to_alls"
@@ -279,12 +283,12 @@ class BucketAllToAlls(Bucketing):
 
 
 class BucketRanges(Bucketing):
-    """Fetch the rows of many tensors from those that hold them in one collective: halos, slices and rolls.
+    """Fetches the rows of many tensors in one exchange: halos, slices and rolls.
 
         fetch_ranges(a, ...); fetch_around(b, ...)   ->   range_bucket([a, b], "fetch_ranges fetch_around", ...), split
 
     Legal because each member's messages, and its sums, are those that it has alone. Members have one group and one
-    dtype. Nothing is copied that was not.
+    dtype. The bucket adds no copies.
     """
 
     name = "bucket_ranges"
@@ -308,19 +312,19 @@ def _is_static(c: Collective) -> bool:
 
 
 def _is_even(c: Collective) -> bool:
-    """Whether it is one of torch's own, of which all shards are of one size."""
+    """Whether it is a collective of torch, whose shards are all of one size."""
     return c.descriptor.run is None
 
 
 def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupPartition]]:
-    """Payloads, dims, sizes and partitions of members, as the arguments of a bucket."""
+    """Returns the payloads, dims, sizes and partitions of the members, as arguments of a bucket."""
     inputs: list[Any] = []
     dims: list[int] = []
     sizes: list[Any] = []
     partitions: list[GroupPartition] = []
     for m in members:
         inputs.append(m.payload)
-        joins, result = m.descriptor.joins, _result(m)
+        joins, result = m.descriptor.joins, _result_sizes(m)
         assert joins is not None and joins.partitions is not None
         dims += list(result)
         sizes += list(result.values())
@@ -328,14 +332,14 @@ def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int]
     return inputs, dims, sizes, partitions
 
 
-def _result(c: Collective) -> dict[int, Any]:
-    """Sizes of a result where they are not the payload's, as numbers and nodes."""
+def _result_sizes(c: Collective) -> dict[int, Any]:
+    """Returns the sizes of the result, by dim, where they are not the payload's, as integers and nodes."""
     assert c.descriptor.sizes is not None, f"{c.kind} joins a bucket"
     return c.descriptor.sizes(c.parts)
 
 
-def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
-    """Whether a reduction is one of ours."""
+def _is_supported(reduce_op: str, dtype: torch.dtype) -> bool:
+    """Whether our collectives implement a reduction."""
     try:
         check_reduction(reduce_op, dtype)
     except CollectiveError:
@@ -344,16 +348,16 @@ def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
 
 
 def _even_scatter(graph: Graph, members: Sequence[Collective]) -> Node:
-    """Torch's collective of even members: what belongs to a rank, of all members, lies together."""
+    """Adds torch's collective for even members: for each rank, the parts of all members are contiguous."""
     target, last = members[-1].node.target, members[-1].arguments
-    rows = [_rows_of(graph, m.payload, last.group_size) for m in members]
-    packed = add_node(graph, aten.cat.default, rows, 1)
+    matrices = [_one_row_per_rank(graph, m.payload, last.group_size) for m in members]
+    packed = add_node(graph, aten.cat.default, matrices, 1)
     flat = add_node(graph, aten.view.default, packed, [packed.meta["val"].numel()])
     return add_node(graph, target, *last._replace(input=flat))
 
 
-def _rows_of(graph: Graph, payload: Node, ranks: object) -> Node:
-    """A payload as a matrix of one row for each rank."""
+def _one_row_per_rank(graph: Graph, payload: Node, ranks: object) -> Node:
+    """Views a payload as a matrix with one row for each rank."""
     if not payload.meta["val"].is_contiguous():
         copied = graph.call_function(aten.clone.default, (payload,), {"memory_format": torch.contiguous_format})
         copied.meta["val"] = payload.meta["val"].clone(memory_format=torch.contiguous_format)
@@ -362,9 +366,9 @@ def _rows_of(graph: Graph, payload: Node, ranks: object) -> Node:
 
 
 def _sort(graph: Graph) -> None:
-    """Restore a valid order: each node keeps its place, and what it needs of a bucket comes before it.
+    """Restores a valid order: each node keeps its position, and what a bucket needs is moved before it.
 
-    Views and allocations come when something reads them: they are not what a bucket has to come early for.
+    Views and allocations are placed where they are read, since a bucket need not be issued early for their sake.
     """
     inputs = ordered_inputs(graph)
     order = needed_first(list(inputs), inputs.__getitem__, on_demand=computes_nothing)
@@ -383,7 +387,7 @@ def _numel(graph: Graph, flat: Node) -> Any:
 
 
 def _length(graph: Graph, c: Collective, dtype: torch.dtype) -> Any:
-    """Elements of `dtype` in a collective's result, as a number or a node."""
+    """Returns the number of elements of `dtype` in a collective's result, as an integer or a node."""
     result = c.node.meta["val"]
     if all(isinstance(s, int) for s in result.shape):
         return math.prod(result.shape) * result.dtype.itemsize // dtype.itemsize
@@ -391,9 +395,9 @@ def _length(graph: Graph, c: Collective, dtype: torch.dtype) -> Any:
 
 
 def _factors(graph: Graph, c: Collective) -> list[Any]:
-    """Numbers and nodes whose product is the length of a flat result of ours."""
-    moved = _result(c)
-    return [moved[d] if d in moved else _size(graph, c.payload, d) for d in range(c.value.ndim)]
+    """Returns integers and nodes whose product is the length of the flat result of one of our collectives."""
+    changed = _result_sizes(c)
+    return [changed[d] if d in changed else _size(graph, c.payload, d) for d in range(c.value.ndim)]
 
 
 def _size(graph: Graph, node: Node, dim: int) -> object:

@@ -1,7 +1,7 @@
-"""Rows that travel the same way, by one table of how many go where, in one exchange.
+"""Merges exchanges of rows that follow the same route, with the same table of counts, into one exchange.
 
-A route over nodes first sends the places of the copies, then the rows, and for `Route.back` the weights; several layers
-of a fixed graph send rows by one route. Each of these is an exchange of its own as the program has it.
+A hierarchical route first sends the positions of the copies, then the rows, and for `Route.combine` the weights;
+several layers of a fixed graph dispatch rows over one route. In the program each of these is an exchange of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardcompile.passes.graph.collective import Collective, add_call, inherit
 
 
 class BucketExchanges(Bucketing):
-    """Send rows of many tensors by one route in one exchange.
+    """Sends the rows of many tensors over one route in one exchange.
 
         exchange_rows([a], counts); exchange_rows([b, c], counts)   ->   exchange_rows([a, b, c], counts)
 
     Legal because an exchange moves rows and computes nothing. Members have one group, one direction and one table of
-    counts, and so as many rows each. Dtypes and widths may differ.
+    counts, and so the same number of rows. Dtypes and widths may differ.
     """
 
     name = "bucket_exchanges"
@@ -40,15 +40,15 @@ class BucketExchanges(Bucketing):
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return exchanged_in_a_bucket(load)
 
-    def _replace_one(self, graph: Graph, members: Sequence[Collective], place: Mapping[Node, float]) -> None:
+    def _replace_one(self, graph: Graph, members: Sequence[Collective], position: Mapping[Node, float]) -> None:
         last = members[-1]
         inputs = [payload for m in members for payload in m.payloads]
         with graph.inserting_before(last.node):
             start = add_call(graph, EXCHANGE_ROWS, **last.arguments._replace(inputs=inputs)._asdict())
         inherit(start, members)
-        before = 0
+        offset = 0
         for m in members:
             for part in list(m.node.users):
-                part.args = (start, before + cast(int, part.args[1]))
-            before += len(m.payloads)
+                part.args = (start, offset + cast(int, part.args[1]))
+            offset += len(m.payloads)
             graph.erase_node(m.node)

@@ -1,4 +1,4 @@
-"""Gives each logical collective the cheapest real one for its sizes and backend."""
+"""Lowers logical collectives to the cheapest real ones for their sizes and backend."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add
 
 aten = torch.ops.aten
 
-_RINGS = tuple(t.name for t in TRANSPORTS.values() if t.rings)
+_RING_BACKENDS = tuple(t.name for t in TRANSPORTS.values() if t.rings)
 
 
 class LowerEvenGathers:
-    """Gather shards that are known to be of one size with torch's own collective.
+    """Gathers shards that are statically of one size with torch's own collective.
 
-        all_gather_v(x, dim, total, [n, n, ...])   ->   all_gather_into_tensor(x), of which Inductor plans the memory
+        all_gather_v(x, dim, total, [n, n, ...])   ->   all_gather_into_tensor(x), whose memory Inductor plans
 
-    Legal because both give the same rows in the same order. On NCCL it is one ring kernel in place of sends and
-    receives. On gloo it is not done: there, shards that are sent straight into their places are faster (measured in
-    `benchmarks/collectives.py`). Every other collective stays an op that decides when it runs, from sizes that all
-    ranks know: exact, or padded once where that is cheaper (`shardcompile.collectives.transport`).
+    Legal because both return the same rows in the same order. With NCCL it is one ring kernel in place of sends and
+    receives. With gloo it is not done: there, sending shards straight into their places is faster (measured in
+    `benchmarks/collectives.py`). Every other collective stays an op that chooses its algorithm when it runs, from sizes
+    that all ranks know: exact sizes, or padded where that is cheaper (`shardcompile.collectives.transport`).
 
     Args:
-        backends: names of the backends whose groups this is done for; as a rule those whose transports say so.
+        backends: names of the backends for whose groups this is done; by default those whose transports say so.
     """
 
     name = "lower_even_gathers"
 
-    def __init__(self, backends: Sequence[str] = _RINGS) -> None:
+    def __init__(self, backends: Sequence[str] = _RING_BACKENDS) -> None:
         self.backends = tuple(backends)
 
     def __repr__(self) -> str:
@@ -55,8 +55,8 @@ class LowerEvenGathers:
 
 def _lower(graph: Graph, c: Collective) -> None:
     with graph.inserting_before(c.node):
-        rows = _rows_first(graph, c.payload, c.arguments.dim)
-        start = add_call(graph, ALL_GATHER, input=rows, group_size=c.group_size, group_name=c.group_name)
+        payload = _with_dim_first(graph, c.payload, c.arguments.dim)
+        start = add_call(graph, ALL_GATHER, input=payload, group_size=c.group_size, group_name=c.group_name)
         inherit(start, [c])
     for wait in c.waits:
         with graph.inserting_before(wait):
@@ -66,7 +66,7 @@ def _lower(graph: Graph, c: Collective) -> None:
     graph.erase_node(c.node)
 
 
-def _rows_first(graph: Graph, x: Node, dim: int) -> Node:
+def _with_dim_first(graph: Graph, x: Node, dim: int) -> Node:
     value = x.meta["val"]
     if dim:
         x = add_node(graph, aten.permute.default, x, [dim, *(d for d in range(value.ndim) if d != dim)])

@@ -1,1 +1,1 @@
-"""Passes that take communication out: what is repeated, not needed, or can be reduced together."""
+"""Passes that remove communication: what is repeated, dead, inverse, or can be reduced together."""

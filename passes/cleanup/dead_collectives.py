@@ -1,8 +1,8 @@
-"""Communication that a graph can do without.
+"""Removes dead and repeated communication.
 
-Ranks have to drop the same collectives. So each pass decides by what the program does with a collective, never by
-which part of it this rank happens to hold; and no pass removes a collective for the sole reason that nobody reads its
-result here: on another rank, of which the shard is not empty or the constant not known, somebody may.
+Ranks have to remove the same collectives. So each pass decides by what the program does with a collective, never by
+which part of it this rank holds; and no pass removes a collective only because nobody reads its result here: it may be
+read on another rank, whose shard is not empty or whose value is not a constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardcompile.passes.cleanup.edits import COPIES, RESHAPES, aten, clone, esc
 from shardcompile.passes.graph.collective import WAIT, Collective, kind_of
 from shardcompile.passes.graph.dependencies import writes
 
-_LOCAL = {
+_PAYLOAD_OPS = {
     *RESHAPES,
     *COPIES,
     aten.permute.default,
@@ -29,23 +29,24 @@ _LOCAL = {
     torch.ops.prims.convert_element_type.default,
     WAIT,
 }
-"""Ops that bring a payload into the shape and dtype that is sent."""
+"""Ops that convert a payload to the shape and dtype that is sent."""
 
 
 class ShareEqualCollectives:
-    """Communicate once what is asked for twice.
+    """Communicates once where equal collectives are repeated.
 
         wait(all_gather_v(x, ...)); wait(all_gather_v(x, ...))   ->   one gather, awaited twice
 
-    Payloads are equal if they are one node, or made of one by the same views, casts, slices, pads and copies. Slices
-    whose ends are numbers are not: here they may both be empty, on another rank different rows.
+    Payloads are equal if they are the same node, or computed from the same node by the same views, casts, slices, pads
+    and copies. Slices with constant bounds do not count as equal: they may both be empty here, and take different rows
+    on another rank.
 
-    Legal because functional collectives of equal payloads and arguments yield equal results. Nothing between the two
-    writes to memory, and nothing writes to the first one's result; a second result that leaves the graph, or is
-    written to, becomes a copy, so that results stay as separate as they were. All ranks share the same collectives
-    because the comparison is of the program's nodes. A payload that is the same constant here (zeros, for a shard that
-    this rank has not got) may be two different tensors elsewhere: such collectives are not shared. If elsewhere
-    they are one tensor, the ranks differ; the comparison of the ranks' collectives finds that out.
+    Legal because functional collectives of equal payloads and arguments yield equal results. No node between the two
+    writes to memory, and none writes to the first result; a second result that leaves the graph, or is written to,
+    becomes a copy, so that results share no more memory than before. All ranks share the same collectives because the
+    program's nodes are compared. A payload that is the same constant here (zeros, for an empty shard) may be two
+    different tensors elsewhere: such collectives are not shared. If they are one tensor elsewhere, the ranks differ,
+    which the comparison of their collectives finds.
     """
 
     name = "share_equal_collectives"
@@ -57,16 +58,18 @@ class ShareEqualCollectives:
         if all(kind_of(node) is None for node in graph.nodes):
             return
         constants = _constants(graph)
-        first_of: dict[Any, Node] = {}
-        same: dict[Node, Node] = {}
+        first_by_key: dict[Any, Node] = {}
+        canonical: dict[Node, Node] = {}
         epoch = 0
         for node in list(graph.nodes):
             epoch += writes(node)
             c = Collective.of(node)
-            if c is None and (node.op != "call_function" or node.target not in _LOCAL or _is_own_part(node)):
+            if c is None and (
+                node.op != "call_function" or node.target not in _PAYLOAD_OPS or _is_constant_slice(node)
+            ):
                 continue
-            key = (epoch, node.target, _frozen((node.args, node.kwargs), same))
-            first = same[node] = first_of.setdefault(key, node)
+            key = (epoch, node.target, _hashable((node.args, node.kwargs), canonical))
+            first = canonical[node] = first_by_key.setdefault(key, node)
             if c is None or first is node or not c.functional or not constants.isdisjoint(c.payloads):
                 continue
             if not escapes(first, to_output=False):
@@ -74,13 +77,13 @@ class ShareEqualCollectives:
 
 
 class DropSuperseded:
-    """Do not fetch rows that are fetched elsewhere.
+    """Removes exchanges of rows that a later lookup has superseded.
 
         wait(exchange_rows(...))   ->   nothing, if it is superseded and nobody reads it
 
-    Rows that a program looks up in one partition, and needs in another, are looked up in that one: see
-    `shardcompile.tensor.grouped`, which notes that the first lookup is superseded. Legal because the note is made
-    where the program is traced, alike on all ranks. Torch keeps a wait that nobody reads.
+    Rows that a program gathers in one partition, and needs in another, are gathered in the latter: see
+    `shardcompile.tensor.grouped`, which marks the first lookup as superseded. Legal because the mark is set while the
+    program is traced, and so rank-invariant. Torch by itself keeps a wait that nobody reads.
     """
 
     name = "drop_superseded"
@@ -94,13 +97,13 @@ class DropSuperseded:
 
 
 class DropRepeatedWaits:
-    """Wait for a collective once.
+    """Waits for each collective once.
 
         wait(start); wait(start)   ->   wait(start)
         wait(wait(start))          ->   wait(start)
 
     Torch 2.15 repeats the wait for a result that the backward pass needs. Legal because `wait_tensor` returns its
-    argument, and finds nothing left to wait for the second time. Changes no collective.
+    argument, and the second wait has nothing left to wait for. The collectives do not change.
     """
 
     name = "drop_repeated_waits"
@@ -109,12 +112,12 @@ class DropRepeatedWaits:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        done: dict[Any, Node] = {}
+        first_wait: dict[Any, Node] = {}
         for node in list(graph.nodes):
             if node.target is not WAIT:
                 continue
             source = node.args[0]
-            earlier = source if source.target is WAIT else done.setdefault(source, node)
+            earlier = source if source.target is WAIT else first_wait.setdefault(source, node)
             if earlier is not node:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
@@ -125,7 +128,7 @@ def _is_superseded(node: Node) -> bool:
 
 
 def _constants(graph: Graph) -> set[Node]:
-    """Nodes that depend on no input of the graph."""
+    """Returns the nodes that depend on no input of the graph."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and found.issuperset(node.all_input_nodes):
@@ -133,28 +136,29 @@ def _constants(graph: Graph) -> set[Node]:
     return found
 
 
-def _is_own_part(node: Node) -> bool:
-    """Whether a node takes a part by index, which may be those of this rank's local shard."""
+def _is_constant_slice(node: Node) -> bool:
+    """Whether a node slices by constant bounds, which may be those of this rank's local shard."""
     args: Any = node.args
     if node.target is aten.slice.Tensor:
         return any(isinstance(n, int) and n not in (0, sys.maxsize) for n in args[2:4]) or 0 in args[3:4]
     return node.target is aten.constant_pad_nd.default and any(isinstance(n, int) and n < 0 for n in args[1])
 
 
-def _frozen(value: object, same: dict[Node, Node]) -> Hashable:
-    """Arguments as a key, with one node in place of all that are the same."""
+def _hashable(value: object, canonical: dict[Node, Node]) -> Hashable:
+    """Converts arguments to a key in which each node is replaced by the first node that equals it."""
     if isinstance(value, Node):
-        # Ranks may have several nodes for a size, or one: it is known by its expression, which they share.
+        # Ranks may have one node for a size, or several: its expression, which they share, identifies it.
         size = value.meta.get("val")
-        return size.node.expr if isinstance(size, torch.SymInt) else same.get(value, value)
+        return size.node.expr if isinstance(size, torch.SymInt) else canonical.get(value, value)
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v, same) for v in value)
+        return tuple(_hashable(v, canonical) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _frozen(v, same)) for k, v in sorted(value.items()))
+        return tuple((k, _hashable(v, canonical)) for k, v in sorted(value.items()))
     return type(value), value
 
 
 def _share(graph: Graph, c: Collective, first: Node) -> None:
+    """Lets the readers of a collective read the first one that equals it."""
     c.node.replace_all_uses_with(first)
     for wait in c.waits:
         if escapes(wait, to_output=True):
@@ -163,10 +167,10 @@ def _share(graph: Graph, c: Collective, first: Node) -> None:
 
 
 def _keep_separate(graph: Graph, node: Node) -> None:
-    """Give those who read a node a copy.
+    """Gives the readers of a node a copy.
 
-    The copy takes over the node's fake tensor, of which readers are views: torch drops a copy of which it finds no view
-    among the results.
+    The copy takes over the node's fake tensor, whose views the readers are: torch drops a copy if no result is a view
+    of it.
     """
     with graph.inserting_after(node):
         copy = clone(graph, node)

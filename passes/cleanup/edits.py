@@ -1,4 +1,4 @@
-"""Changes of a graph, and questions about memory, that several passes of this folder need."""
+"""Graph edits, and queries about memory, that several cleanup passes share."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _VIEWS = {
     aten.unbind.int,
     aten.unsqueeze.default,
 }
-"""Ops whose result may share their argument's memory."""
+"""Ops whose result may share the memory of their argument."""
 
 
 def at(start: Node) -> Collective:
-    """The collective that starts at a node, as it is now: its payload may have been replaced."""
+    """Returns the collective that starts at a node, in its current state: its payload may have been replaced."""
     c = Collective.of(start)
     assert c is not None, f"{start} is a collective"
     return c
 
 
 def escapes(node: Node, to_output: bool) -> bool:
-    """Whether a node's memory may be written to, or, if asked for, leave the graph."""
+    """Whether a node's memory may be written to or, if `to_output`, may leave the graph."""
     stack, seen = [node], {node}
     while stack:
         for user in stack.pop().users:
@@ -61,24 +61,26 @@ def escapes(node: Node, to_output: bool) -> bool:
 
 
 def clone(graph: Graph, node: Node) -> Node:
+    """Adds a contiguous clone of a node at the insertion point."""
     copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = node.meta["val"].clone(memory_format=torch.contiguous_format)
     return copy
 
 
-def copied(graph: Graph, c: Collective) -> Node:
-    """A copy of a collective's payload as it is when the collective starts."""
+def clone_payload(graph: Graph, c: Collective) -> Node:
+    """Adds a clone of a collective's payload where the collective starts."""
     with graph.inserting_before(c.node):
         return clone(graph, c.payload)
 
 
 def replace(graph: Graph, node: Node, by: Node) -> None:
+    """Replaces a node by another one and erases it."""
     node.replace_all_uses_with(by)
     graph.erase_node(node)
 
 
 def erase_unused(graph: Graph, node: Node) -> None:
-    """Erase a node, with its views and copies, if nothing reads any of them."""
+    """Erases a node, with its views and copies, if nothing else reads any of them."""
     for user in list(node.users):
         if user.target in _VIEWS or user.target in COPIES:
             erase_unused(graph, user)
@@ -87,10 +89,10 @@ def erase_unused(graph: Graph, node: Node) -> None:
 
 
 def shards_of(arguments: Any) -> tuple[Any, ...]:
-    """Which shards of which dim an op takes, places or gathers."""
+    """Returns what identifies the shards that an op takes, places or gathers: dim, partition and group."""
     return arguments.dim, arguments.partition, arguments.group_name
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two shapes are equal whatever the symbols in them are."""
+    """Whether two shapes are equal for all values of their symbols."""
     return len(a) == len(b) and all(compat.statically_known_true(m == n) for m, n in zip(a, b, strict=True))

@@ -1,12 +1,12 @@
-"""Which factors of a sum over ranks can be taken out of it.
+"""Moves linear factors out of sums over ranks.
 
-A value is looked at as ``factor * base``, where the factor is the same along all that is summed. The walk goes back
-from a reduction's payload to what must not be waited for. On its way it keeps the base and the factors of each value.
-Nothing is added to the graph until the walk has succeeded.
+A value is decomposed into ``factor * base``, where the factor is constant along all summed dims. The walk goes back
+from the payload of a reduction to the values that must not be waited for, and keeps the base and the factors of each
+value. Nothing is added to the graph until the walk has succeeded.
 
-Why it is right: sums, products of matrices, casts and changes of shape are linear in each argument. So a factor that
-does not vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order of
-roundings changes, the value does not.
+It is correct because sums, matrix products, casts and reshapes are linear in each argument. So a factor that does not
+vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order of roundings
+changes, the value does not.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SAME = (aten.alias.default, aten.clone.default, aten.detach.default)
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
-_PLAIN_NUMBERS = (0, 1, 2, -1, 0.5, math.inf, -math.inf)
-"""Numbers that belong to a formula, not to a shard: a rank's own size may be written into its graph as a number."""
+_RANK_INVARIANT_NUMBERS = (0, 1, 2, -1, 0.5, math.inf, -math.inf)
+"""Constants of formulas rather than of shards: the static size of a local shard may be a constant of its graph."""
 
 DEPTH = 100
-"""How many ops a walk follows in a row: Python's own limit is a few times as much."""
+"""The most ops that a walk follows in a row; Python's own recursion limit is a few times as much."""
 
 Axes = tuple[tuple[int, ...], ...]
-"""By dim of a value: the dims of a factor that it runs along, the outer one first; none if the factor is constant."""
+"""For each dim of a value, the dims of a factor that run along it, outer first; empty where the factor is broadcast."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is not in the graph yet. Its arguments may be such calls."""
+    """A call that is not in the graph yet. Its arguments may be such calls too."""
 
     target: Any
     args: tuple[Any, ...]
@@ -59,9 +59,9 @@ class Factor:
 
     Attributes:
         op: ``aten.mul.Tensor`` or ``aten.div.Tensor``.
-        source: the factor, the same on every rank; or of an exponential what was subtracted from its argument.
-        axes: how its dims lie in the value.
-        largest: only of an exponential, whose factor is ``exp(largest - source)``: this rank's maximum.
+        source: the rank-invariant factor; for an exponential, what was subtracted from its argument.
+        axes: maps the dims of the value to those of the factor.
+        largest: the local maximum, only for an exponential, whose factor is ``exp(largest - source)``.
     """
 
     op: Any
@@ -72,25 +72,25 @@ class Factor:
 
 @dataclass(frozen=True)
 class Term:
-    """A value as its base times its factors. The base has the dtype of the value."""
+    """A value as the product of a base and factors. The base has the dtype of the value."""
 
     base: Node | Call
     factors: tuple[Factor, ...] = ()
 
 
 class Factors:
-    """Walks back through one graph.
+    """Decomposes values of one graph into bases and factors.
 
     Args:
-        is_open: whether a value may not be a base, because it comes after what the base must not wait for.
-        group_name: over whose ranks is summed.
-        exponential: given ``exp(x - shift)``, its term, or None if this rank's part of it cannot stand for itself.
+        depends: whether a value depends on what the base must not wait for; such a value cannot be a base.
+        group_name: the group over whose ranks the sum runs.
+        exponential: returns the term of ``exp(x - shift)``, or None if the local part of it cannot be a base.
     """
 
     def __init__(
-        self, is_open: Callable[[Node], bool], group_name: str, exponential: Callable[[Node], Term | None] | None = None
+        self, depends: Callable[[Node], bool], group_name: str, exponential: Callable[[Node], Term | None] | None = None
     ) -> None:
-        self._is_open = is_open
+        self._depends = depends
         self._group = group_name
         self._exponential = exponential
         self._terms: dict[Node, Term | None] = {}
@@ -98,38 +98,40 @@ class Factors:
         self._depth = 0
 
     def term(self, node: Node) -> Term | None:
-        """A value's base and factors, or None if it has no base that is not open."""
-        if not self._is_open(node):
+        """Returns a value's base and factors, or None if it has no independent base."""
+        if not self._depends(node):
             return Term(node)
         if node not in self._terms:
-            usable = _is_call(node) and _is_wide(node) and self._depth < DEPTH
+            usable = _is_call(node) and _has_wide_range(node) and self._depth < DEPTH
             self._depth += 1
-            self._terms[node] = self._opened(node) if usable else None
+            self._terms[node] = self._decompose(node) if usable else None
             self._depth -= 1
         return self._terms[node]
 
     def is_uniform(self, node: Node) -> bool:
-        """Whether a value is known to be the same on all ranks of the group: made of results of its reductions only."""
+        """Whether a value is known to be the same on all ranks of the group: computed from results of its reductions
+        only.
+        """
         if node not in self._uniform:
             self._depth += 1
-            self._uniform[node] = self._depth <= DEPTH and self._told_by_inputs(node)
+            self._uniform[node] = self._depth <= DEPTH and self._has_uniform_inputs(node)
             self._depth -= 1
         return self._uniform[node]
 
-    def _told_by_inputs(self, node: Node) -> bool:
+    def _has_uniform_inputs(self, node: Node) -> bool:
         if node.target is WAIT:
             c = Collective.of(node.args[0])  # type: ignore[arg-type]
             return c is not None and c.group_name == self._group and c.descriptor in (ALL_REDUCE, ALL_GATHER)
         if not _is_call(node) or not (is_pointwise(node) or node.target in _VIEWS):
             return False
-        if is_pointwise(node) and not all(_is_plain(a) for a in (*node.args, *node.kwargs.values())):
+        if is_pointwise(node) and not all(_is_rank_invariant_number(a) for a in (*node.args, *node.kwargs.values())):
             return False
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        numbers = [n for n in node.all_input_nodes if n not in tensors]
-        known = all(self.is_uniform(n) or _is_constant(n) for n in tensors)
-        return bool(tensors) and known and (not numbers or not is_pointwise(node))
+        scalars = [n for n in node.all_input_nodes if n not in tensors]
+        all_uniform = all(self.is_uniform(n) or _is_constant(n) for n in tensors)
+        return bool(tensors) and all_uniform and (not scalars or not is_pointwise(node))
 
-    def _opened(self, node: Node) -> Term | None:
+    def _decompose(self, node: Node) -> Term | None:
         target = node.target
         if target in (aten.mul.Tensor, aten.div.Tensor):
             return self._product(node)
@@ -139,37 +141,38 @@ class Factors:
             return self._sum(node)
         if target in _PRODUCTS:
             return self._contraction(node)
-        change = _CHANGES.get(target)
-        inner = None if change is None else self.term(node.args[0])  # type: ignore[arg-type]
-        if change is None or inner is None:
+        move_axes = _LINEAR_OPS.get(target)
+        inner = None if move_axes is None else self.term(node.args[0])  # type: ignore[arg-type]
+        if move_axes is None or inner is None:
             return None
-        factors = [_move(f, change(node, f.axes), node) for f in inner.factors]
+        factors = [_move(f, move_axes(node, f.axes), node) for f in inner.factors]
         if any(f is None for f in factors):
             return None
         base = Call(target, (inner.base, *node.args[1:]), tuple(node.kwargs.items()))
         return Term(base, tuple(f for f in factors if f is not None))
 
     def _product(self, node: Node) -> Term | None:
+        """Decomposes a product or quotient, of which one operand may be a factor."""
         left, right = node.args
-        if node.target is aten.mul.Tensor and isinstance(right, Node) and self._is_open_factor(left):
+        if node.target is aten.mul.Tensor and isinstance(right, Node) and self._is_factor(left):
             left, right = right, left
         inner = self.term(left) if isinstance(left, Node) else None
         if inner is None or not _same_shape(left, node):
             return None
-        if isinstance(right, Node) and self._is_open(right):
-            if not self._is_open_factor(right):
+        if isinstance(right, Node) and self._depends(right):
+            if not self._is_factor(right):
                 return None
             if left.meta["val"].dtype != node.meta["val"].dtype:  # type: ignore[union-attr]
                 inner = replace(inner, base=Call(_CASTS[1], (inner.base, node.meta["val"].dtype)))
             return replace(inner, factors=(*inner.factors, Factor(node.target, right, broadcast_axes(right, node))))
         return replace(inner, base=Call(node.target, (inner.base, right)))
 
-    def _is_open_factor(self, node: Any) -> bool:
+    def _is_factor(self, node: Any) -> bool:
         is_tensor = isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-        return is_tensor and self._is_open(node) and self.is_uniform(node)
+        return is_tensor and self._depends(node) and self.is_uniform(node)
 
     def _sum(self, node: Node) -> Term | None:
-        """The sum of two values with the same factors."""
+        """Decomposes a sum or difference of two values with the same factors."""
         if len(node.args) != 2 or node.kwargs or not all(_same_shape(a, node) for a in node.args):
             return None
         left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
@@ -178,8 +181,10 @@ class Factors:
         return Term(Call(node.target, (left.base, right.base)), left.factors)
 
     def _contraction(self, node: Node) -> Term | None:
-        """The product of two matrices. One may have factors, but not along the summed dim, and must not be computed
-        twice.
+        """Decomposes a matrix product.
+
+        One operand may have factors, but not along the summed dim. The product must have one user, so that it is not
+        computed twice.
         """
         if len(node.users) > 1:
             return None
@@ -196,42 +201,42 @@ class Factors:
 
 
 def emit(graph: Graph, call: object) -> Any:
-    """Add a call, and those that are its arguments, at the insertion point."""
-    made: dict[int, Node] = {}
+    """Adds a call, and the calls among its arguments, at the insertion point."""
+    nodes: dict[int, Node] = {}
 
-    def added(value: object) -> Any:
+    def add(value: object) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(map(added, value))
+            return type(value)(map(add, value))
         if not isinstance(value, Call):
             return value
-        if id(value) not in made:
-            args = added(value.args)
-            made[id(value)] = add_node(graph, value.target, *args, **dict(value.kwargs))
-        return made[id(value)]
+        if id(value) not in nodes:
+            args = add(value.args)
+            nodes[id(value)] = add_node(graph, value.target, *args, **dict(value.kwargs))
+        return nodes[id(value)]
 
-    return added(call)
-
-
-def applied(graph: Graph, factor: Factor, value: Node) -> Node:
-    """A value with its factor."""
-    return add_node(graph, factor.op, value, laid_out(graph, factor.source, factor.axes, value))
+    return add(call)
 
 
-def laid_out(graph: Graph, source: Node, axes: Axes, value: Node, leading: int = 0) -> Node:
-    """A factor with the dims of the value that it belongs to, so that it is broadcast.
+def apply_factor(graph: Graph, factor: Factor, value: Node) -> Node:
+    """Multiplies or divides a value by its factor."""
+    return add_node(graph, factor.op, value, align_factor(graph, factor.source, factor.axes, value))
+
+
+def align_factor(graph: Graph, source: Node, axes: Axes, value: Node, leading: int = 0) -> Node:
+    """Permutes and reshapes a factor so that it broadcasts against the value that it belongs to.
 
     Args:
         graph: it is added to, at the insertion point.
         source: the factor.
-        axes: how its dims lie in the value.
-        value: with `leading` dims more in front, as `source` has.
+        axes: maps the dims of the value to those of the factor.
+        value: has `leading` more dims in front, as `source` has.
         leading: see above.
     """
     used = [d + leading for dims in axes for d in dims]
-    left = [d for d in range(leading, source.meta["val"].ndim) if d not in used]
-    if left:
-        source = add_node(graph, aten.squeeze.dims, source, left)
-        used = [d - sum(gone < d for gone in left) for d in used]
+    unused = [d for d in range(leading, source.meta["val"].ndim) if d not in used]
+    if unused:
+        source = add_node(graph, aten.squeeze.dims, source, unused)
+        used = [d - sum(removed < d for removed in unused) for d in used]
     order = [*range(leading), *used]
     if order != sorted(order):
         source = add_node(graph, aten.permute.default, source, order)
@@ -251,19 +256,19 @@ def laid_out(graph: Graph, source: Node, axes: Axes, value: Node, leading: int =
 
 
 def sizes_of(graph: Graph, node: Node) -> list[Any]:
-    """A tensor's sizes as numbers and nodes."""
+    """Returns a tensor's sizes as integers and nodes."""
     sizes = node.meta["val"].shape
     return [s if isinstance(s, int) else add_node(graph, aten.sym_size.int, node, d) for d, s in enumerate(sizes)]
 
 
 def origin(node: Node) -> tuple[Node, tuple[int, ...]]:
-    """What a value is a copy of, and which dim of that is where: ``value = permute(origin, order)``."""
+    """Returns the tensor that a value is a copy of, and the permutation: ``value = permute(origin, order)``."""
     order = tuple(range(node.meta["val"].ndim))
     while _is_call(node):
         source = node.args[0] if node.args else None
         if node.target is aten.permute.default:
-            given: Any = node.args[1]
-            dims = [d % len(order) for d in given]
+            argument: Any = node.args[1]
+            dims = [d % len(order) for d in argument]
             order = tuple(dims[d] for d in order)
         elif node.target not in (*_SAME, *RESHAPES, aten.expand.default) or not _same_shape(source, node):
             break
@@ -275,18 +280,18 @@ def _is_call(node: Node) -> bool:
     return node.op == "call_function" and not writes(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _is_wide(node: Node) -> bool:
-    """Whether what is left out of it cannot be beyond its range: half precision ends at 65504."""
+def _has_wide_range(node: Node) -> bool:
+    """Whether a value without its factor stays within the range of its dtype: half precision ends at 65504."""
     return node.meta["val"].dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
-def _is_plain(argument: object) -> bool:
-    number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-    return not number or argument in _PLAIN_NUMBERS
+def _is_rank_invariant_number(argument: object) -> bool:
+    is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+    return not is_number or argument in _RANK_INVARIANT_NUMBERS
 
 
 def _is_constant(node: Node) -> bool:
-    return node.target in (aten.full.default, aten.scalar_tensor.default) and _is_plain(node.args[-1])
+    return node.target in (aten.full.default, aten.scalar_tensor.default) and _is_rank_invariant_number(node.args[-1])
 
 
 def _same_shape(a: object, b: Node) -> bool:
@@ -296,18 +301,20 @@ def _same_shape(a: object, b: Node) -> bool:
 
 
 def broadcast_axes(factor: Node, value: Node) -> Axes:
-    """The axes of a factor by the dims of the value that it is multiplied with; none where it is broadcast."""
+    """Returns the axes of a factor against the value that it is multiplied with."""
     shape = factor.meta["val"].shape
-    own = [() if is_one(s) else (d,) for d, s in enumerate(shape)]
-    return ((),) * (value.meta["val"].ndim - len(shape)) + tuple(own)
+    factor_axes = [() if is_one(s) else (d,) for d, s in enumerate(shape)]
+    return ((),) * (value.meta["val"].ndim - len(shape)) + tuple(factor_axes)
 
 
 def _move(factor: Factor, axes: Axes | None, value: Node) -> Factor | None:
+    """Moves a factor through an op with these axes, or returns None if it does not fit the result."""
     if axes is None:
         return None
-    sizes, own = value.meta["val"].shape, factor.source.meta["val"].shape
+    sizes, factor_sizes = value.meta["val"].shape, factor.source.meta["val"].shape
     fits = all(
-        len(dims) != 1 or compat.statically_known_true(own[dims[0]] == s) for dims, s in zip(axes, sizes, strict=True)
+        len(dims) != 1 or compat.statically_known_true(factor_sizes[dims[0]] == s)
+        for dims, s in zip(axes, sizes, strict=True)
     )
     return replace(factor, axes=axes) if fits else None
 
@@ -335,24 +342,24 @@ def _unsqueeze(node: Node, axes: Axes) -> Axes | None:
 
 
 def _squeeze(node: Node, axes: Axes) -> Axes | None:
-    gone = _dims(node, node.args[1])
-    if any(axes[d] or not is_one(node.args[0].meta["val"].shape[d]) for d in gone):  # type: ignore[union-attr]
+    removed = _dims(node, node.args[1])
+    if any(axes[d] or not is_one(node.args[0].meta["val"].shape[d]) for d in removed):  # type: ignore[union-attr]
         return None
-    return tuple(a for d, a in enumerate(axes) if d not in gone)
+    return tuple(a for d, a in enumerate(axes) if d not in removed)
 
 
 def _sum_over(node: Node, axes: Axes) -> Axes | None:
     dims = node.args[1] if len(node.args) > 1 else None
-    gone = _dims(node, dims) if dims else list(range(len(axes)))
-    if any(axes[d] for d in gone):
+    removed = _dims(node, dims) if dims else list(range(len(axes)))
+    if any(axes[d] for d in removed):
         return None
     if len(node.args) > 2 and node.args[2]:
         return axes
-    return tuple(a for d, a in enumerate(axes) if d not in gone)
+    return tuple(a for d, a in enumerate(axes) if d not in removed)
 
 
 def _reshape(node: Node, axes: Axes) -> Axes | None:
-    """Where dims become one or are parted: a factor runs along all of what becomes one, or along nothing of it."""
+    """Moves axes through merged or split dims: a factor runs along all merged dims, or along none of them."""
     old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     if equal(old, new):
         return axes
@@ -363,27 +370,27 @@ def _reshape(node: Node, axes: Axes) -> Axes | None:
     while last < min(len(old), len(new)) - first and compat.statically_known_true(old[-1 - last] == new[-1 - last]):
         last += 1
     middle, sizes = axes[first : len(axes) - last], old[first : len(old) - last]
-    wanted = new[first : len(new) - last]
+    new_sizes = new[first : len(new) - last]
     if not any(middle):
-        changed: Axes | None = ((),) * len(wanted)
+        changed: Axes | None = ((),) * len(new_sizes)
     elif all(a or is_one(s) for a, s in zip(middle, sizes, strict=True)):
-        changed = _regroup([d for a in middle for d in a], middle, sizes, wanted)
+        changed = _regroup([d for a in middle for d in a], middle, sizes, new_sizes)
     else:
         changed = None
     return None if changed is None else (*axes[:first], *changed, *axes[len(axes) - last :])
 
 
-def _regroup(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: Sequence[object]) -> Axes | None:
-    """The dims of a factor, all of which are there, as other sizes group them: all in one, or each for itself."""
-    wide = [i for i, s in enumerate(wanted) if not is_one(s)]
+def _regroup(dims: list[int], middle: Axes, sizes: Sequence[object], new_sizes: Sequence[object]) -> Axes | None:
+    """Regroups the dims of a factor that runs along all merged dims: all in one new dim, or one in each."""
+    wide = [i for i, s in enumerate(new_sizes) if not is_one(s)]
     if len(wide) == 1:
-        return tuple(tuple(dims) if i == wide[0] else () for i in range(len(wanted)))
+        return tuple(tuple(dims) if i == wide[0] else () for i in range(len(new_sizes)))
     if len(wide) == len(dims) and sum(bool(a) for a in middle) == 1:
-        return tuple((dims[wide.index(i)],) if i in wide else () for i in range(len(wanted)))
+        return tuple((dims[wide.index(i)],) if i in wide else () for i in range(len(new_sizes)))
     return None
 
 
-_CHANGES: dict[Any, Callable[[Node, Axes], Axes | None]] = {
+_LINEAR_OPS: dict[Any, Callable[[Node, Axes], Axes | None]] = {
     **dict.fromkeys((*_SAME, *_CASTS, aten.neg.default), _keep),
     **dict.fromkeys(RESHAPES, _reshape),
     aten.permute.default: _permute,
@@ -394,7 +401,9 @@ _CHANGES: dict[Any, Callable[[Node, Axes], Axes | None]] = {
     aten.sum.dim_IntList: _sum_over,
     aten.sum.default: _sum_over,
 }
-"""By op that is linear in its first argument: where the dims of a factor go, or None if it stays behind."""
+"""For each op that is linear in its first argument: moves the axes of a factor through it; returns None if that is
+impossible.
+"""
 
-_VIEWS = {*RESHAPES, *_SAME, *_CHANGES} - {aten.sum.dim_IntList, aten.sum.default}
-"""Ops that compute nothing."""
+_VIEWS = {*RESHAPES, *_SAME, *_LINEAR_OPS} - {aten.sum.dim_IntList, aten.sum.default}
+"""Ops that only move or cast elements."""

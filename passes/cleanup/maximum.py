@@ -1,6 +1,6 @@
-"""Maxima over ranks, as graphs have them: of floats, or of integers in the order of floats.
+"""Recognizes maxima over ranks in graphs: of floats, or of floats encoded as integers of the same order.
 
-The collectives of this library reduce floats as integers, so that a NaN wins: see
+The collectives of this library reduce floats as integers, so that NaN propagates: see
 `shardcompile.collectives.ordered_ints`.
 """
 
@@ -26,22 +26,22 @@ class Maximum:
     """A maximum over ranks.
 
     Attributes:
-        collective: that reduces.
-        largest: this rank's, as floats.
-        results: the nodes that have the maximum of all ranks as floats, in the shape of `largest` or flat.
-        of: what it is the largest of, without the rows of -inf that an empty shard is given.
-        order: of the dims of `of`.
+        collective: the all-reduce.
+        largest: the local maximum, as floats.
+        results: the nodes that hold the maximum over all ranks as floats, in the shape of `largest` or flat.
+        source: the tensor whose maximum it is, without the rows of -inf that pad an empty shard.
+        order: of the dims of `source`.
     """
 
     collective: Collective
     largest: Node
     results: tuple[Node, ...]
-    of: Node
+    source: Node
     order: tuple[int, ...]
 
     @staticmethod
     def found(c: Collective) -> Maximum | None:
-        """What a collective is, or None if it is no maximum of one tensor's elements along kept dims."""
+        """Returns the maximum that a collective computes, or None if it is none of one tensor along kept dims."""
         if reduction_of(c) != "max" or len(c.waits) != len(c.node.users):
             return None
         payload = _flatten(c.payload)
@@ -49,24 +49,26 @@ class Maximum:
         if largest is None or largest.target is not aten.amax.default or largest.args[2:3] != (True,):
             return None
         results = tuple(c.waits) if largest is payload else _find_decoded(c, largest.meta["val"].dtype)
-        of, order = origin(largest.args[0])  # type: ignore[arg-type]
-        if of.target is aten.constant_pad_nd.default and order == tuple(sorted(order)):
-            padded_with = of.args[2] if len(of.args) > 2 else 0
-            if padded_with != -math.inf or any(n < 0 for n in of.args[1]):  # type: ignore[union-attr, operator]
+        source, order = origin(largest.args[0])  # type: ignore[arg-type]
+        if source.target is aten.constant_pad_nd.default and order == tuple(sorted(order)):
+            padded_with = source.args[2] if len(source.args) > 2 else 0
+            if padded_with != -math.inf or any(n < 0 for n in source.args[1]):  # type: ignore[union-attr, operator]
                 return None
-            of, order = origin(of.args[0])  # type: ignore[arg-type]
-        return Maximum(c, largest, results, of, order) if results else None
+            source, order = origin(source.args[0])  # type: ignore[arg-type]
+        return Maximum(c, largest, results, source, order) if results else None
 
     def follows(self, node: Node) -> bool:
-        """Whether a value is made of the maximum element by element, in its shape."""
+        """Whether a value is computed from the maximum element by element, in its shape."""
         if node in self.results:
             return True
         if node.target in RESHAPES:
             source = node.args[0]
             return source in self.results and equal(node.meta["val"].shape, self.largest.meta["val"].shape)
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        same = equal(node.meta["val"].shape, self.largest.meta["val"].shape)
-        return is_pointwise(node) and bool(tensors) and same and all(self.follows(n) or _is_full(n) for n in tensors)
+        has_shape = equal(node.meta["val"].shape, self.largest.meta["val"].shape)
+        return (
+            is_pointwise(node) and bool(tensors) and has_shape and all(self.follows(n) or _is_full(n) for n in tensors)
+        )
 
 
 def _is_full(node: Node) -> bool:
@@ -80,26 +82,26 @@ def _flatten(node: Node) -> Node:
 
 
 def _find_floats(ordered: Node) -> Node | None:
-    """The floats that `ordered_ints.encode` has made integers of, for a maximum."""
-    match _parts(ordered, aten.where.self):
-        case (is_nan, limit, turned):
+    """Returns the floats that `ordered_ints.encode` has encoded as integers, for a maximum, or None."""
+    match _arguments_if(ordered, aten.where.self):
+        case (is_nan, limit, encoded):
             pass
         case _:
             return None
-    bits = _bits(turned)
+    bits = _bits(encoded)
     floats = None if bits is None or bits.target is not aten.view.dtype else bits.args[0]
-    wins = isinstance(limit, Node) and limit.args[:1] == (torch.iinfo(ordered.meta["val"].dtype).max,)
-    if not isinstance(floats, Node) or not wins or _parts(is_nan, aten.isnan.default) != (floats,):
+    nan_propagates = isinstance(limit, Node) and limit.args[:1] == (torch.iinfo(ordered.meta["val"].dtype).max,)
+    if not isinstance(floats, Node) or not nan_propagates or _arguments_if(is_nan, aten.isnan.default) != (floats,):
         return None
     return floats
 
 
 def _find_decoded(c: Collective, dtype: torch.dtype) -> tuple[Node, ...]:
-    """Where `ordered_ints.decode` has made floats again; none if the integers are read in another way."""
+    """Returns the floats that `ordered_ints.decode` has decoded; none if the integers are read otherwise."""
     found: list[Node] = []
     for value in _in_shape(c):
-        turned = {u for user in value.users for u in (user, *user.users) if u.target is aten.where.self}
-        for t in turned:
+        decoded = {u for user in value.users for u in (user, *user.users) if u.target is aten.where.self}
+        for t in decoded:
             if _bits(t) is not value:
                 return ()
             found += [u for u in t.users if u.target is aten.view.dtype and u.args[1] is dtype]
@@ -109,21 +111,26 @@ def _find_decoded(c: Collective, dtype: torch.dtype) -> tuple[Node, ...]:
 
 
 def _in_shape(c: Collective) -> Iterator[Node]:
+    """Yields the results of a collective, through reshapes."""
     for wait in c.waits:
         views = [u for u in wait.users if u.target in RESHAPES]
         yield from views or [wait]
 
 
-def _bits(turned: object) -> Node | None:
-    """Of ``where(bits < 0, bits ^ max, bits)`` the bits."""
-    match _parts(turned, aten.where.self):
+def _bits(encoded: object) -> Node | None:
+    """Returns the ``bits`` of ``where(bits < 0, bits ^ max, bits)``, or None."""
+    match _arguments_if(encoded, aten.where.self):
         case (negative, flipped, Node() as bits):
             flip = (bits, torch.iinfo(bits.meta["val"].dtype).max)
-            told = _parts(negative, aten.lt.Scalar) == (bits, 0) and _parts(flipped, aten.bitwise_xor.Scalar) == flip
-            return bits if told else None
+            matches = (
+                _arguments_if(negative, aten.lt.Scalar) == (bits, 0)
+                and _arguments_if(flipped, aten.bitwise_xor.Scalar) == flip
+            )
+            return bits if matches else None
         case _:
             return None
 
 
-def _parts(node: object, target: object) -> tuple[object, ...] | None:
+def _arguments_if(node: object, target: object) -> tuple[object, ...] | None:
+    """Returns the arguments of a node if it calls the target."""
     return node.args if isinstance(node, Node) and node.target is target else None

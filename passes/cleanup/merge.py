@@ -1,7 +1,7 @@
-"""Reductions that wait for one another become one.
+"""Merges reductions that wait for one another into one collective.
 
-A softmax along a sharded dim, and what is weighted by it, are three collectives: the maximum, the sum of exponentials,
-the weighted sum. None of them can hide behind the other, and no order helps.
+A softmax along a sharded dim, and a sum weighted by it, take three collectives: the maximum, the sum of exponentials,
+the weighted sum. None of them can overlap with another, and no schedule helps.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from shardcompile.passes.cleanup.linear_factors import (
     Factor,
     Factors,
     Term,
-    applied,
+    align_factor,
+    apply_factor,
     broadcast_axes,
     emit,
-    laid_out,
     origin,
 )
 from shardcompile.passes.cleanup.maximum import Maximum
 from shardcompile.passes.cleanup.products import multiply_sums
 from shardcompile.passes.cleanup.rewrite import (
-    GatherPrices,
+    GatherCosts,
     cast,
+    eligible_reductions,
+    eligible_sums,
     erase,
-    exchanged,
     flat,
+    gather_partials,
     in_shape_of,
-    places,
+    positions,
     replace_results,
     shaped,
     sort,
-    sums,
-    usual,
 )
-from shardcompile.passes.cleanup.variance import merge_moments, scaled_sum
+from shardcompile.passes.cleanup.variance import merge_variance, scaled_sum
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node, inherit, kind_of, reduction_of
 
@@ -53,12 +53,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks that is looked at.
+    """A sum over ranks that may be merged.
 
     Attributes:
-        collective: that reduces.
-        value: what is summed, in its shape before it was made flat.
-        term: its base and factors.
+        collective: the all-reduce.
+        value: its payload, in the shape before it was flattened.
+        term: the base and factors of the payload.
     """
 
     collective: Collective
@@ -67,44 +67,45 @@ class Sum:
 
 
 class MergeReductions:
-    """Make one collective of reductions that wait for one another.
+    """Merges reductions that wait for one another into one collective.
 
-    For rows ``x[n]`` sharded, weights ``p = softmax(x)`` along ``n`` and values ``v``:
+    For rows ``x[n]``, sharded along ``n``, weights ``p = softmax(x)`` along ``n`` and values ``v``:
 
         max = all_reduce(max x); s = all_reduce(sum exp(x - max)); y = all_reduce(sum exp(x - max) / s * v)
 
-    In five steps, each of which is kept for itself:
+    It takes five steps, each of which is useful alone:
 
-    1. *The same terms once.* Sums of the same terms in another order of dims, and equal maxima, are reduced once.
+    1. *Equal terms once.* Sums of the same terms in another order of dims, and equal maxima, are reduced once.
     2. *Sums by products.* What the backward pass of a softmax sums up follows from what was weighted by it, see
        `shardcompile.passes.cleanup.products`.
-    3. *Factors behind the sum.* What is the same on all ranks and along what is summed moves behind the sum:
-       ``y = all_reduce(sum exp(x - max) v) / s``. Now ``s`` and ``y`` wait for the maximum only, and share a bucket.
-    4. *Partial results travel together.* Each rank subtracts its own maximum ``m_r`` and sends
-       ``m_r, s_r = sum exp(x - m_r), y_r = sum exp(x - m_r) v`` in one gather. Then each rank has
+    3. *Linear factors after the sum.* A factor that is the same on all ranks and along the summed dims moves behind the
+       sum: ``y = all_reduce(sum exp(x - max) v) / s``. Now ``s`` and ``y`` wait for the maximum only, and share a
+       bucket.
+    4. *Online softmax.* Each rank subtracts its local maximum ``m_r`` and sends ``m_r, s_r = sum exp(x - m_r), y_r =
+       sum exp(x - m_r) v`` in one gather. Then each rank computes
 
            max = max_r m_r,   s = sum_r exp(m_r - max) s_r,   y = sum_r exp(m_r - max) y_r
 
-       which is the way of the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-       2018, arXiv:1805.02867). The same holds for what else is subtracted, such as the finite part of the maximum in
-       ``logsumexp``. A rank whose shard is empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0
-       and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where none has, it is
-       NaN, as in plain PyTorch. A NaN or inf on any rank passes through its weight.
-    5. *Mean and variance* travel in one gather as well, see `shardcompile.passes.cleanup.variance`.
+       (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867). The same holds if
+       something else is subtracted, such as the finite part of the maximum in ``logsumexp``. A rank whose shard is
+       empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0 and not NaN, and has the weight
+       ``exp(-inf - max)``, which is 0 if any rank has a larger value; if none has, it is NaN, as in plain PyTorch. A
+       NaN or inf on any rank propagates through its weight.
+    5. *Mean and variance* are reduced by one gather as well, see `shardcompile.passes.cleanup.variance`.
 
-    A gather moves the partial results once for each rank, a reduction about twice in all; so steps 4 and 5 are done
-    where the gather takes less time than the reductions one after the other. That is told by the prices of the group's
-    link and by sizes that all ranks share; where a size may differ between ranks, the steps are kept.
+    A gather moves the partial results once for each rank, a reduction about twice in total; so steps 4 and 5 are taken
+    where the gather takes less time than the reductions one after the other. That follows from the cost of the group's
+    link and from sizes that all ranks share; where a size may differ between ranks, the reductions stay.
 
-    Legal because each step computes the same value. Terms are added up in another order and rounded at other places, so
-    that floats differ in their last bits. What is awaited only after the graph has written to memory is left alone, see
-    `shardcompile.passes.cleanup.rewrite.usual`.
+    Legal because each step computes the same value. Terms are added in another order and rounded at other points, so
+    floats differ in their last bits. Reductions that are awaited only after the graph has written to memory are left
+    alone, see `shardcompile.passes.cleanup.rewrite.eligible_reductions`.
 
-    It runs on the graph of forward and backward together, where the backward pass finds what the forward pass has. It
-    runs again on what is compiled.
+    It runs on the joint graph, where the backward pass can reuse results of the forward pass, and again on the
+    partitioned graphs.
 
     Args:
-        model: the costs, the same on every rank; None for those of the device that a graph runs on.
+        model: the cost model, rank-invariant; None for that of the device that a graph runs on.
     """
 
     name = "merge_reductions"
@@ -116,44 +117,44 @@ class MergeReductions:
         return f"{type(self).__name__}(model={self.model})"
 
     def __call__(self, graph: Graph) -> None:
-        if len(usual(graph)) < 2:
+        if len(eligible_reductions(graph)) < 2:
             return
         _share_equal_terms(graph)
         multiply_sums(graph)
         _delay_factors(graph)
-        prices = GatherPrices(graph, self.model or CostModel.of(graph))
-        _send_together(graph, prices)
-        merge_moments(graph, prices)
+        costs = GatherCosts(graph, self.model or CostModel.of(graph))
+        _gather_partial_results(graph, costs)
+        merge_variance(graph, costs)
 
 
-# --------------------------------------------------------------------------------------- the same terms once
+# --------------------------------------------------------------------------------------- equal terms once
 
 
 def _share_equal_terms(graph: Graph) -> None:
-    """Reduce once what is the same but for the order of its dims."""
-    first_of: dict[Any, tuple[Node, Any]] = {}
-    for c in usual(graph):
-        most = Maximum.found(c)
-        if most is not None:
-            first = first_of.setdefault((most.largest, c.group_name), (c.node, most))
-            if first[1] is not most and len(first[1].results) and _shapes_agree(most, first[1]):
-                for result in most.results:
+    """Reduces sums and maxima that are equal up to the order of their dims once."""
+    first_by_key: dict[Any, tuple[Node, Any]] = {}
+    for c in eligible_reductions(graph):
+        maximum = Maximum.found(c)
+        if maximum is not None:
+            first = first_by_key.setdefault((maximum.largest, c.group_name), (c.node, maximum))
+            if first[1] is not maximum and len(first[1].results) and _shapes_agree(maximum, first[1]):
+                for result in maximum.results:
                     result.replace_all_uses_with(first[1].results[0])
                 erase(graph, c)
             continue
-        value, how = shaped(c.payload), (reduction_of(c), c.group_name)
+        value, reduction = shaped(c.payload), (reduction_of(c), c.group_name)
         source, order = origin(value)
         content = scaled_sum(value) if c.payload.meta["val"].ndim == 1 else None
         if content is not None:
-            same, _ = first_of.setdefault((content, how, value.meta["val"].dtype), (c.node, None))
-            if same is not c.node and _wait_of(same) < min(c.waits):
-                replace_results(c, _wait_of(same))
+            first_start, _ = first_by_key.setdefault((content, reduction, value.meta["val"].dtype), (c.node, None))
+            if first_start is not c.node and _wait_of(first_start) < min(c.waits):
+                replace_results(c, _wait_of(first_start))
                 erase(graph, c)
             continue
-        key = (source, how, value.meta["val"].dtype)
-        start, (before, its_order) = first_of.setdefault(key, (c.node, (value, order)))
+        key = (source, reduction, value.meta["val"].dtype)
+        start, (first_value, first_order) = first_by_key.setdefault(key, (c.node, (value, order)))
         if start is not c.node:
-            _replace_permuted(graph, c, start, before, [its_order.index(d) for d in order])
+            _replace_permuted(graph, c, start, first_value, [first_order.index(d) for d in order])
 
 
 def _wait_of(start: Node) -> Node:
@@ -165,41 +166,41 @@ def _shapes_agree(a: Maximum, b: Maximum) -> bool:
 
 
 def _replace_permuted(graph: Graph, c: Collective, start: Node, first: Node, dims: list[int]) -> None:
-    """Take a reduction's result from that of the same elements in another order."""
+    """Replaces a reduction by a permutation of the result of another one with the same elements."""
     wait = _wait_of(start)
     if not wait < min(c.waits):
         return
     with graph.inserting_before(min(c.waits)):
-        whole = in_shape_of(graph, wait, first)
-        turned = add_node(graph, aten.permute.default, whole, dims)
-        again = flat(graph, turned, c.payload)
-    replace_results(c, again)
+        result = in_shape_of(graph, wait, first)
+        permuted = add_node(graph, aten.permute.default, result, dims)
+        flattened = flat(graph, permuted, c.payload)
+    replace_results(c, flattened)
     erase(graph, c)
 
 
-# ------------------------------------------------------------------------------------ factors behind the sum
+# ----------------------------------------------------------------------------------- linear factors after the sum
 
 
 def _delay_factors(graph: Graph) -> None:
-    """Take factors that come from other reductions out of sums, as long as a sum then waits for one less."""
-    starts = [c.node for c in sums(graph)]
-    level = _Levels(graph)
+    """Moves factors that follow from other reductions out of sums, as long as a sum then waits for one fewer."""
+    starts = [c.node for c in eligible_sums(graph)]
+    levels = _Levels(graph)
     for start in starts:
         found: Node | None = start
         while found is not None:
-            found = _delay(graph, found, level)
+            found = _delay(graph, found, levels)
 
 
-def _delay(graph: Graph, start: Node, level: _Levels) -> Node | None:
-    """The new start of a reduction of which a factor was taken out, or None."""
+def _delay(graph: Graph, start: Node, levels: _Levels) -> Node | None:
+    """Moves the factors out of a reduction; returns its new start, or None if there are none."""
     c = Collective.of(start)
     assert c is not None
     value = shaped(c.payload)
-    level.reach(start)
-    most = level.of[value]
-    if not most:
+    levels.reach(start)
+    deepest = levels.of[value]
+    if not deepest:
         return None
-    factors = Factors(lambda n: level.of[n] >= most, c.group_name)
+    factors = Factors(lambda n: levels.of[n] >= deepest, c.group_name)
     term = factors.term(value)
     if term is None or not term.factors:
         return None
@@ -211,19 +212,19 @@ def _delay(graph: Graph, start: Node, level: _Levels) -> Node | None:
     with graph.inserting_before(min(c.waits)):
         result = in_shape_of(graph, add_node(graph, WAIT, new), base)
         for factor in term.factors:
-            result = applied(graph, factor, result)
-        whole = flat(graph, result, c.payload)
-    level.go_on_from(before, new)
-    replace_results(c, whole)
+            result = apply_factor(graph, factor, result)
+        flattened = flat(graph, result, c.payload)
+    levels.continue_from(before, new)
+    replace_results(c, flattened)
     erase(graph, c)
     return new
 
 
 class _Levels:
-    """How many collectives have to have ended one after the other before nodes.
+    """Counts the collectives on the longest dependency chain before each node.
 
-    They are told in the order of the graph, and no further than asked for: what a factor that is taken out changes lies
-    behind, so that no node is told twice.
+    Levels are computed in graph order, and only as far as they are asked for: moving a factor changes later nodes only,
+    so that no level is computed twice.
 
     Attributes:
         of: the level, by node.
@@ -231,49 +232,50 @@ class _Levels:
 
     def __init__(self, graph: Graph) -> None:
         self.of: dict[Node, int] = {}
-        self._last = self._tell(next(iter(graph.nodes)))  # and not going to be erased
+        self._last = self._compute(next(iter(graph.nodes)))  # which is never erased
 
     def reach(self, start: Node) -> None:
-        """Tell all up to the start of a collective."""
+        """Computes the levels of all nodes up to the start of a collective."""
         while self._last is not start:
-            self._last = self._tell(self._last.next)
+            self._last = self._compute(self._last.next)
 
-    def go_on_from(self, before: Node, start: Node) -> None:
-        """Tell the nodes behind one, up to a new start: it stands for the one that was reached last."""
+    def continue_from(self, before: Node, start: Node) -> None:
+        """Computes the levels after a node, up to a new start that replaces the last one that was reached."""
         self._last = before
         self.reach(start)
 
-    def _tell(self, node: Node) -> Node:
+    def _compute(self, node: Node) -> Node:
         before = max((self.of[i] for i in node.all_input_nodes), default=0)
         self.of[node] = before + (kind_of(node) is not None)
         return node
 
 
-# --------------------------------------------------------------------------------- partial results together
+# -------------------------------------------------------------------------------------- gather of partials
 
 
-def _send_together(graph: Graph, prices: GatherPrices) -> None:
-    starts = [c.node for c in usual(graph) if reduction_of(c) == "max"]
+def _gather_partial_results(graph: Graph, costs: GatherCosts) -> None:
+    """Replaces maxima, and the sums of exponentials that wait for them, by gathers of partial results."""
+    starts = [c.node for c in eligible_reductions(graph) if reduction_of(c) == "max"]
     if not starts:
         return
-    place, summed, after = places(graph), {c.node for c in sums(graph)}, _After(graph, starts)
-    left = len(summed)
+    position, summed, depends = positions(graph), {c.node for c in eligible_sums(graph)}, _Dependents(graph, starts)
+    num_sums = len(summed)
     for start in starts:
         c = Collective.of(start)
-        most = None if c is None else Maximum.found(c)
-        if c is None or most is None:
+        maximum = None if c is None else Maximum.found(c)
+        if c is None or maximum is None:
             continue
-        found = _find_weighted(most, summed, place, after)
-        parts = [most.largest, *(s.value for s in found)]
-        if found and prices.pays([c], [s.collective for s in found], parts):
-            _gather(graph, most, found, place, after)
+        found = _find_exponential_sums(maximum, summed, position, depends)
+        parts = [maximum.largest, *(s.value for s in found)]
+        if found and costs.pays([c], [s.collective for s in found], parts):
+            _gather(graph, maximum, found, position, depends)
             summed.difference_update(s.collective.node for s in found)
-    if len(summed) < left:
-        sort(graph, place)
+    if len(summed) < num_sums:
+        sort(graph, position)
 
 
-class _After:
-    """What comes after which of some nodes, as sets of bits.
+class _Dependents:
+    """Tracks which nodes depend on which of some starts, as bit sets.
 
     Args:
         graph: in a valid order.
@@ -293,11 +295,11 @@ class _After:
         return bits
 
     def __call__(self, start: Node, node: Node) -> bool:
-        """Whether a node comes after one of `starts`, or is it."""
+        """Whether a node depends on one of `starts`, or is that start."""
         return bool(self._bits[node] & self._bit[start])
 
-    def tell(self, node: Node) -> None:
-        """A node is new, or what it reads is: tell that, and what follows from it."""
+    def update(self, node: Node) -> None:
+        """Updates a new or changed node and the nodes that depend on it."""
         stack = [node]
         while stack:
             new = [i for i in stack[-1].all_input_nodes if i not in self._bits]
@@ -305,15 +307,17 @@ class _After:
                 stack += new
                 continue
             node = stack.pop()
-            known, bits = self._bits.get(node), self._of(node)
-            self._bits[node] = bits if known is None else known | bits
-            if known is None or bits & ~known:
+            old, bits = self._bits.get(node), self._of(node)
+            self._bits[node] = bits if old is None else old | bits
+            if old is None or bits & ~old:
                 stack += [u for u in node.users if u in self._bits]
 
 
-def _find_weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], after: _After) -> list[Sum]:
-    """The sums whose terms have exponentials as factors, of which a maximum was subtracted."""
-    start, name = most.collective.node, most.collective.group_name
+def _find_exponential_sums(
+    maximum: Maximum, summed: Set[Node], position: Mapping[Node, float], depends: _Dependents
+) -> list[Sum]:
+    """Returns the sums whose terms have exponentials as factors, from whose argument the maximum was subtracted."""
+    start, name = maximum.collective.node, maximum.collective.group_name
 
     def exponential(node: Node) -> Term | None:
         shifted: Any = node.args[0]
@@ -323,65 +327,68 @@ def _find_weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float]
         if (
             not isinstance(x, Node)
             or not isinstance(shift, Node)
-            or after(start, x)
-            or origin(x) != (most.of, most.order)
+            or depends(start, x)
+            or origin(x) != (maximum.source, maximum.order)
         ):
             return None
-        own, other = most.largest.meta["val"], shift.meta["val"]
-        if not most.follows(shift) or other.dtype != own.dtype or not equal(other.shape, own.shape):
+        local, other = maximum.largest.meta["val"], shift.meta["val"]
+        if not maximum.follows(shift) or other.dtype != local.dtype or not equal(other.shape, local.shape):
             return None
-        base = Call(aten.exp.default, (Call(aten.sub.Tensor, (x, _finite(most.largest))),))
-        return Term(base, (Factor(aten.mul.Tensor, shift, broadcast_axes(shift, node), most.largest),))
+        base = Call(aten.exp.default, (Call(aten.sub.Tensor, (x, _finite(maximum.largest))),))
+        return Term(base, (Factor(aten.mul.Tensor, shift, broadcast_axes(shift, node), maximum.largest),))
 
-    factors = Factors(lambda node: after(start, node), name, exponential)
+    factors = Factors(lambda node: depends(start, node), name, exponential)
     found: list[Sum] = []
-    for node in sorted(_find_reached(most) & summed, key=place.__getitem__):
+    for node in sorted(_find_candidates(maximum) & summed, key=position.__getitem__):
         c = Collective.of(node)
         if c is None or c.group_name != name:
             continue
         value = shaped(c.payload)
         term = factors.term(value)
-        if term is not None and [f.largest for f in term.factors] == [most.largest]:
+        if term is not None and [f.largest for f in term.factors] == [maximum.largest]:
             found.append(Sum(c, value, term))
     return found
 
 
-def _find_reached(most: Maximum) -> set[Node]:
-    """The collectives that could reduce exponentials of which a maximum was subtracted: `Factors` walk no further."""
-    shifts, exponentials = list(most.results), set[Node]()
-    for shift in shifts:  # which gets longer
+def _find_candidates(maximum: Maximum) -> set[Node]:
+    """Returns the collectives that may reduce exponentials after a maximum: `Factors` walk no further."""
+    shifts, exponentials = list(maximum.results), set[Node]()
+    for shift in shifts:  # it grows meanwhile
         for user in shift.users:
             if user.target is aten.sub.Tensor:
                 exponentials.update(u for u in user.users if u.target is aten.exp.default)
-            if user not in shifts and user.op == "call_function" and most.follows(user):
+            if user not in shifts and user.op == "call_function" and maximum.follows(user):
                 shifts.append(user)
-    seen, found, edge = set(exponentials), set[Node](), exponentials
+    seen, found, frontier = set(exponentials), set[Node](), exponentials
     for _ in range(DEPTH + len(RESHAPES)):
-        edge = {u for node in edge for u in node.users} - seen
-        seen |= edge
-        starts = {node for node in edge if kind_of(node) is not None}
+        frontier = {u for node in frontier for u in node.users} - seen
+        seen |= frontier
+        starts = {node for node in frontier if kind_of(node) is not None}
         found |= starts
-        edge -= starts
+        frontier -= starts
     return found
 
 
 def _finite(largest: Node) -> Call:
-    """What a rank subtracts: its maximum, or 0 where that is not finite. (Inductor lowers no `clamp`.)"""
+    """Returns what a rank subtracts: its maximum, or 0 where that is not finite. (Inductor does not lower `clamp`.)"""
     infinite = Call(aten.eq.Scalar, (Call(aten.abs.default, (largest,)), math.inf))
     return Call(aten.where.ScalarSelf, (infinite, 0.0, largest))
 
 
-def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum], place: Mapping[Node, float], after: _After) -> None:
-    c = most.collective
+def _gather(
+    graph: Graph, maximum: Maximum, sums: Sequence[Sum], position: Mapping[Node, float], depends: _Dependents
+) -> None:
+    """Replaces a maximum and the sums that wait for it by one gather of partial results."""
+    c = maximum.collective
     replaced: list[Node] = []
-    members = sorted((c, *(s.collective for s in sums)), key=lambda m: place[m.node])
+    members = sorted((c, *(s.collective for s in sums)), key=lambda m: position[m.node])
     with graph.inserting_before(members[-1].node):
-        parts = [most.largest, *(emit(graph, s.term.base) for s in sums)]
-        largest, *columns = exchanged(graph, parts, members)
-        whole = add_node(graph, aten.amax.default, largest, [0], False)
-        whole = cast(graph, whole, most.largest.meta["val"].dtype)
-        in_shape = {r: equal(r.meta["val"].shape, whole.meta["val"].shape) for r in most.results}
-        results = {r: whole if same else flat(graph, whole, None) for r, same in in_shape.items()}
+        parts = [maximum.largest, *(emit(graph, s.term.base) for s in sums)]
+        largest, *columns = gather_partials(graph, parts, members)
+        reduced = add_node(graph, aten.amax.default, largest, [0], False)
+        reduced = cast(graph, reduced, maximum.largest.meta["val"].dtype)
+        in_shape = {r: equal(r.meta["val"].shape, reduced.meta["val"].shape) for r in maximum.results}
+        results = {r: reduced if same else flat(graph, reduced, None) for r, same in in_shape.items()}
     for result, node in results.items():
         result.replace_all_uses_with(node)
         replaced.append(node)
@@ -395,11 +402,11 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum], place: Mapping[Nod
     for each in (*(s.collective for s in sums), c):
         erase(graph, each)
     for node in replaced:
-        after.tell(node)
+        depends.update(node)
 
 
 def _merge(graph: Graph, factor: Factor, shift: Node, largest: Node, column: Node) -> Node:
-    """The sum over ranks of what each sent, by its weight."""
+    """Returns the sum over ranks of the gathered partial sums, each scaled by its weight."""
     weight = add_node(graph, aten.exp.default, add_node(graph, aten.sub.Tensor, largest, shift))
-    weight = laid_out(graph, weight, factor.axes, column, leading=1)
+    weight = align_factor(graph, weight, factor.axes, column, leading=1)
     return add_node(graph, aten.sum.dim_IntList, add_node(graph, aten.mul.Tensor, column, weight), [0])

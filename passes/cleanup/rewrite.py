@@ -1,4 +1,4 @@
-"""What the rewriting of reductions is made of: which may be looked at, what they reduce, how they go."""
+"""Helpers of the passes that rewrite reductions: which are eligible, what they reduce, how they are replaced."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from shardcompile.passes.graph.rank_dependent_sizes import labels
 aten = torch.ops.aten
 
 
-def usual(graph: Graph) -> list[Collective]:
-    """The all-reduces that may be rewritten: those that are awaited before the graph writes to memory.
+def eligible_reductions(graph: Graph) -> list[Collective]:
+    """Returns the all-reduces that may be rewritten: those that are awaited before the graph writes to memory.
 
-    What is made of older values may then be computed again, or later, and gives the same. Writes that come behind, such
-    as those that keep running statistics, do not matter; but they must not be to a result, since two results may become
-    one.
+    Values from before the first write may be computed again, or later, with the same result. Later writes, such as
+    those of running statistics, do not matter; but they must not be to a result, since two results may become one.
     """
     first = next((n for n in graph.nodes if writes(n)), None)
     return [
@@ -45,13 +44,13 @@ def usual(graph: Graph) -> list[Collective]:
     ]
 
 
-def sums(graph: Graph) -> list[Collective]:
-    """Those of them that add up."""
-    return [c for c in usual(graph) if reduction_of(c) == "sum"]
+def eligible_sums(graph: Graph) -> list[Collective]:
+    """Returns those of `eligible_reductions` whose reduction is a sum."""
+    return [c for c in eligible_reductions(graph) if reduction_of(c) == "sum"]
 
 
 def _is_written_to(c: Collective) -> bool:
-    """Whether a write may reach a result, through whatever has its memory: told by the ops that read it."""
+    """Whether a write may reach a result, through any value that may share its memory."""
     stack: list[Node] = list(c.waits)
     while stack:
         for user in stack.pop().users:
@@ -70,7 +69,7 @@ def _may_share_memory(node: Node) -> bool:
 
 
 def users_of(start: Node) -> set[Node]:
-    """A node and all that depends on it."""
+    """Returns a node and all nodes that depend on it."""
     found = {start}
     stack = [start]
     while stack:
@@ -82,21 +81,21 @@ def users_of(start: Node) -> set[Node]:
 
 
 def shaped(payload: Node) -> Node:
-    """A payload before it was made flat."""
+    """Returns a payload in its shape before it was flattened."""
     while payload.meta["val"].ndim <= 1 and (payload.target in RESHAPES or payload.target is aten.clone.default):
         payload = payload.args[0]  # type: ignore[assignment]
     return payload
 
 
 def cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
-    """A value in another dtype, or itself."""
+    """Casts a value to a dtype; returns the value itself if it has that dtype."""
     if node.meta["val"].dtype == dtype:
         return node
     return add_node(graph, torch.ops.prims.convert_element_type.default, node, dtype)
 
 
 def flat(graph: Graph, node: Node, like: Node | None) -> Node:
-    """A value with one dim, or in the shape of a flat one."""
+    """Flattens a value, or gives a flat one the shape of `like`."""
     if node.meta["val"].ndim == (1 if like is None else like.meta["val"].ndim):
         return node
     sizes = sizes_of(graph, like) if like is not None else [-1]
@@ -107,17 +106,17 @@ def flat(graph: Graph, node: Node, like: Node | None) -> Node:
 
 
 def in_shape_of(graph: Graph, flat: Node, value: Node) -> Node:
-    """A flat value in the shape of another."""
+    """Views a flat value in the shape of another value."""
     return flat if value.meta["val"].ndim == 1 else add_node(graph, aten.view.default, flat, sizes_of(graph, value))
 
 
-def exchanged(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]) -> list[Node]:
-    """What every rank has of some values, in one gather at the insertion point: each as [ranks, ...].
+def gather_partials(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]) -> list[Node]:
+    """Gathers some values of every rank, in one all-gather at the insertion point; returns each as [ranks, ...].
 
     Args:
         graph: it is added to.
         parts: this rank's values.
-        members: the reductions that the gather stands for, the last one last.
+        members: the reductions that the gather replaces, in graph order.
     """
     ranks = members[0].group_size
     dtype = functools.reduce(torch.promote_types, (p.meta["val"].dtype for p in parts))
@@ -125,34 +124,34 @@ def exchanged(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]
     packed = add_node(graph, aten.cat.default, pieces, 0)
     start = add_call(graph, ALL_GATHER, input=packed, group_size=ranks, group_name=members[0].group_name)
     inherit(start, members)
-    _tell(start, members)
+    _annotate(start, members)
     (total,) = sizes_of(graph, packed)
     rows = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [ranks, total])
     lengths = [sizes_of(graph, piece)[0] for piece in pieces]
     columns = add_node(graph, aten.split_with_sizes.default, rows, lengths, 1)
-    found: list[Node] = []
+    gathered: list[Node] = []
     for i, part in enumerate(parts):
-        column = add_node(graph, operator.getitem, columns, i)  # its rows lie apart, which their views may keep
-        found.append(add_node(graph, aten.view.default, column, [ranks, *sizes_of(graph, part)]))
-    return found
+        column = add_node(graph, operator.getitem, columns, i)  # its rows are strided, which a view may keep
+        gathered.append(add_node(graph, aten.view.default, column, [ranks, *sizes_of(graph, part)]))
+    return gathered
 
 
-def _tell(start: Node, members: Sequence[Collective]) -> None:
-    """Write down for reports what a gather stands for."""
+def _annotate(start: Node, members: Sequence[Collective]) -> None:
+    """Records, for reports, which reductions a gather replaces."""
     c = Collective.of(start)
     assert c is not None
     side = f"{NOTES}_backward" if c.backward else NOTES
-    known = [m.notes.get("redistribution", "") for m in members]
-    reasons = ", ".join(dict.fromkeys(r for r in known if r)) or f"{len(members)} reductions"
+    recorded = [m.notes.get("redistribution", "") for m in members]
+    reasons = ", ".join(dict.fromkeys(r for r in recorded if r)) or f"{len(members)} reductions"
     custom = start.meta.get("custom") or {}
     notes = {**custom.get(side, {}), "redistribution": f"{reasons} (merge_reductions)"}
     start.meta["custom"] = {**custom, side: notes}
 
 
 def replace_results(c: Collective, by: Node) -> None:
-    """Give those who read a reduction's result, which is flat, another value, in the dtype of the result.
+    """Replaces the flat result of a reduction by another value, cast to the dtype of the result.
 
-    A factor in another dtype, or partial results that travelled together, may have given the value a wider one.
+    A factor of another dtype, or partial results that were gathered together, may have given the value a wider dtype.
     """
     with by.graph.inserting_after(by):
         by = cast(by.graph, by, c.payload.meta["val"].dtype)
@@ -161,16 +160,16 @@ def replace_results(c: Collective, by: Node) -> None:
 
 
 def erase(graph: Graph, c: Collective) -> None:
-    """Erase a collective that nobody needs any more, what was made of its result, and what was only there for it."""
-    own = {c.node, *c.waits}
+    """Erases a dead collective, what was computed from its result, and what was only computed for it."""
+    collective_nodes = {c.node, *c.waits}
     inputs: list[Node] = list(c.payloads)
     for node in sorted(users_of(c.node), reverse=True):
-        if node in own or _may_go(node):
+        if node in collective_nodes or _is_removable(node):
             _erase_unused(graph, node)
     while inputs:
         node = inputs.pop()
-        if node not in own and not node.users and _may_go(node):
-            own.add(node)
+        if node not in collective_nodes and not node.users and _is_removable(node):
+            collective_nodes.add(node)
             inputs += node.all_input_nodes
             graph.erase_node(node)
 
@@ -180,59 +179,59 @@ def _erase_unused(graph: Graph, node: Node) -> None:
         graph.erase_node(node)
 
 
-def _may_go(node: Node) -> bool:
+def _is_removable(node: Node) -> bool:
     communicates = node.target is WAIT or Collective.of(node) is not None
     return node.op == "call_function" and not communicates and not writes(node)
 
 
-def places(graph: Graph) -> dict[Node, float]:
-    """Where nodes are, for `sort`."""
+def positions(graph: Graph) -> dict[Node, float]:
+    """Returns the positions of the nodes, for `sort`."""
     return {node: float(i) for i, node in enumerate(graph.nodes)}
 
 
-def sort(graph: Graph, place: dict[Node, float]) -> None:
-    """Restore a valid order: new nodes where they were put, what reads them behind."""
+def sort(graph: Graph, position: dict[Node, float]) -> None:
+    """Restores a valid order: new nodes stay where they were added, their readers follow."""
     priority: dict[Node, float] = {}
-    here = -1.0
+    current = -1.0
     for node in graph.nodes:
-        here = priority[node] = place.get(node, here)
+        current = priority[node] = position.get(node, current)
     reorder(graph, ordered_inputs(graph), priority.__getitem__)
 
 
-class GatherPrices:
-    """Tells where a gather of partial results takes less time than reductions that wait for one another.
+class GatherCosts:
+    """Compares the cost of one gather of partial results with that of reductions that wait for one another.
 
     Args:
-        graph: as it came.
-        model: the costs.
+        graph: the input graph.
+        model: the cost model.
     """
 
     def __init__(self, graph: Graph, model: CostModel) -> None:
         self._graph, self._model = graph, model
-        self._uneven: Mapping[Node, set[str]] | None = None
+        self._rank_dependent: Mapping[Node, set[str]] | None = None
 
     def pays(
         self, first: Sequence[Collective], then: Sequence[Collective], parts: Iterable[Node], more: int = 0
     ) -> bool:
-        """Whether one gather of what two steps reduce takes less time than these.
+        """Whether one gather of what two dependent steps reduce takes less time than the two steps.
 
         Args:
-            first: what is reduced in the first step, in one collective.
-            then: what waits for it, in another one.
-            parts: nodes of the graph as it came, of the sizes that are sent: if one may differ between ranks, it is not
-                known.
+            first: the reductions of the first step, in one collective.
+            then: those that wait for it, in another one.
+            parts: nodes of the input graph with the sizes that are sent; if a size may differ between ranks, the answer
+                is no.
             more: bytes that a rank sends besides what is reduced.
         """
         model, group_name = self._model, first[0].group_name
         ranks = model.group_size(group_name)
-        if self._uneven is None:
-            self._uneven = labels(self._graph, model.group_sizes)
-        if ranks is None or not self._uneven.keys().isdisjoint(parts):
+        if self._rank_dependent is None:
+            self._rank_dependent = labels(self._graph, model.group_sizes)
+        if ranks is None or not self._rank_dependent.keys().isdisjoint(parts):
             return False
         link = model.link(group_name)
         steps = [sum(c.global_bytes for c in step) for step in (first, then)]
         share = 2 * (ranks - 1) / ranks
-        apart = sum(link.seconds(share * nbytes, ranks) for nbytes in steps)
+        reductions = sum(link.seconds(share * nbytes, ranks) for nbytes in steps)
         sent = sum(steps) + more
         copied = 3 * ranks * sent / (model.device.memory * model.device.share)
-        return link.seconds((ranks - 1) * sent, ranks) + copied < apart
+        return link.seconds((ranks - 1) * sent, ranks) + copied < reductions

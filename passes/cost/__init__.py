@@ -1,1 +1,1 @@
-"""What things cost, the same on every rank."""
+"""The cost model, rank-invariant: seconds and bytes of compute and of collectives."""

@@ -1,1 +1,1 @@
-"""Chains of ops that others emit for uneven shards, and the pass that makes one collective of each."""
+"""Rewrites chains of ops that other libraries emit for uneven shards, each into one collective."""

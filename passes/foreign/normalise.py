@@ -1,4 +1,4 @@
-"""Chains that others emit for uneven shards, each rewritten into one collective of ours."""
+"""The pass that rewrites chains of other libraries for uneven shards, each into one of our collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class NormaliseChains:
-    """Move shards of different sizes as they are, where a graph pads them for an even collective.
+    """Moves shards of different sizes unpadded where a graph pads them for an even collective.
 
         pad(x) -> all_gather_into_tensor -> wait -> slice, split, view, select -> cat   =>   all_gather_v(x) -> wait
         split, slice(x) -> pad -> cat -> reduce_scatter_tensor -> wait -> slice         =>   reduce_scatter_v(x) -> wait
@@ -29,38 +29,37 @@ class NormaliseChains:
         pad(x) -> shard_dim_alltoall -> slice                                           =>   all_to_all_v(x) -> wait
 
     These are the chains of DTensor (`Shard` to `Replicate` and back, `Partial` to `Shard`, `Shard` to `Shard`) and of
-    hand-written code. A chain is not matched node by node. From the even collective the pass follows which of its
-    elements reach which values (`shardcompile.passes.foreign.provenance`). It asks whether what is read is one range at
-    the start of every rank's local shard, in the order of the ranks.
+    hand-written code. A chain is not matched node by node: starting from the even collective, the pass tracks which of
+    its elements reach which values (`shardcompile.passes.foreign.provenance`). It asks whether the elements that are
+    read are one range at the start of every rank's local shard, in rank order.
 
-    Legal for a gather because nothing reads what is left out: not the padding, whatever its value. The payload is the
-    part of the padded tensor that is read, however the padding was made. It is nothing but `x` where that can be seen.
-    Legal for a scatter because what is left out is zeros on every rank, and their sum is put back for who reads it.
-    Results of gathers are the same bit for bit. Those of scatters are sums in rank order, where a backend may take
-    another: with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an exchange as
-    for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
-    zeros, and put back for who reads it.
+    Legal for a gather because nothing reads what is left out, that is the padding, whatever its value. The payload is
+    the part of the padded tensor that is read, however it was padded; it is `x` itself where that can be inferred.
+    Legal for a scatter because what is left out is zeros on every rank, and their sum is padded back for other readers.
+    Results of gathers are bitwise the same. Those of scatters are sums in rank order, where a backend may use another:
+    with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an all-to-all as for a
+    gather, if the other ranks take their chunks of the other dim too; the padding of that dim is left out where it is
+    zeros, and padded back for other readers.
 
-    Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the shards that are
-    read, of a scatter from the shards that are sent. Never from the padding of this rank's local shard, which the rank
-    with the largest one has not got. This presumes that all ranks run one program. Ranks may each read their own part
-    of an even gather: a halo, or the whole on rank 0 only. Then one rank's graph can equal that of a padded gather,
-    node by node, and nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it
-    out, and `agree` prevents it. A rank cannot see what others take of an even gather: without `agree` none becomes an
-    exchange. Where a gather may be a padded one as well, the ranks are asked about both.
+    Which chains are rewritten, and into what, follows from what all ranks see: for a gather from the shards that are
+    read, for a scatter from the shards that are sent; never from the padding of this rank's local shard, since the rank
+    with the largest shard has none. This presumes that all ranks run one program. Each rank may read its own part of an
+    even gather: a halo, or the full tensor on rank 0 only. Then one rank's graph can equal that of a padded gather,
+    node by node, and nothing that this rank knows tells them apart. The comparison of the ranks' collectives detects
+    it, and `agree` prevents it. A rank cannot see what others take of an even gather: without `agree` none becomes an
+    all-to-all. Where a gather may be a padded one as well, the ranks agree on both.
 
-    To be run on the graph of forward and backward together (``joint_custom_pre_pass``): what is saved in between is
-    chosen later. That can be the padded tensor; on one rank it can be nothing, because its local shard is a constant.
-    On the graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the
-    graph.
+    It has to run on the joint graph (``joint_custom_pre_pass``): what is saved between forward and backward is chosen
+    later. That can be the padded tensor; on one rank it can be nothing, because its local shard is a constant. On
+    forward and backward graphs alone it finds what is left, and nothing where the padded tensor leaves the graph.
 
-    Left alone: even gathers of the whole and even scatters; gathers of which one rank's shard is read only, which is
-    how a rank takes its own; tensors with symbolic sizes.
+    Left alone: even gathers of the full tensor and even scatters; gathers of which only one rank's shard is read, which
+    is how a rank takes its own; tensors with symbolic sizes.
 
     Args:
         scatters: whether reduce-scatters are rewritten as well.
-        agree: given the lines that describe this graph's chains, those of them that may be rewritten. To be the same
-            on every rank.
+        agree: given the lines that describe this graph's chains, returns those that may be rewritten; the result has to
+            be rank-invariant.
     """
 
     name = "normalise_chains"
@@ -74,17 +73,17 @@ class NormaliseChains:
         return f"{type(self).__name__}(scatters={self.scatters}{agree})"
 
     def __call__(self, graph: Graph) -> None:
-        middles = [n for n in graph.nodes if _collective(n) is not None]
-        lines = [line for i, node in enumerate(middles) for line in self._chains(i, node)]
+        candidates = [n for n in graph.nodes if _collective(n) is not None]
+        lines = [line for i, node in enumerate(candidates) for line in self._chains(i, node)]
         agreed = set(lines) if self.agree is None else set(self.agree(lines))
-        for i, node in enumerate(middles):
-            # Found anew: what was rewritten before may be a part of this chain.
+        for i, node in enumerate(candidates):
+            # Find the chain anew: an earlier rewrite may have changed a part of it.
             chain = next((x for line, x in self._chains(i, node).items() if line in agreed), None)
             if chain is not None:
                 _rewrite(graph, chain)
 
     def _chains(self, index: int, node: Node) -> dict[str, Chain]:
-        """The chains that a node may be the middle of, the best first, by the lines that describe them."""
+        """Returns the chains around an even collective, the best first, by the lines that describe them."""
         c = _collective(node)
         found = [] if c is None else [x for x in find_chains(c) if self._is_wanted(x)]
         return {f"{index}: {chain}": chain for chain in found}
@@ -100,22 +99,22 @@ def _collective(node: Node) -> Collective | None:
 
 
 def _rewrite(graph: Graph, chain: Chain) -> None:
-    """Put one collective on local shards in the place of a chain: pads, an even collective, slices and joins.
+    """Replaces a chain of pads, an even collective, slices and concatenations by one collective on local shards.
 
-    It takes the payload as it was before it was padded, or, of a reduction, the whole before it was divided.
-    What read the pieces of the even result reads the uneven one; what is left of the chain goes.
+    Its payload is the tensor before it was padded or, for a reduction, the full tensor before it was chunked. Readers
+    of the parts of the even result read the uneven one; the rest of the chain is erased.
     """
     c = chain.start
-    me = compat.process_group(c.group_name).rank()
+    rank = compat.process_group(c.group_name).rank()
     (dim, sizes), payload = chain.partition, c.payload
     partition = GroupPartition(list(sizes), CHUNK_KEY, [])
     shape = list(payload.meta["val"].shape)
     with graph.inserting_before(c.node):
         if chain.new_partition is not None:
             to_dim, to_sizes = chain.new_partition
-            shard = _unpad(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
+            shard = _unpad(graph, c, {dim: sizes[rank], to_dim: sum(to_sizes)})
             to_shard = GroupPartition(list(to_sizes), CHUNK_KEY, [])
-            shape[dim], shape[to_dim] = sum(sizes), to_sizes[me]
+            shape[dim], shape[to_dim] = sum(sizes), to_sizes[rank]
             start = add_call(
                 graph,
                 ALL_TO_ALL_V,
@@ -123,13 +122,13 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
                 src_dim=dim,
                 dst_dim=to_dim,
                 total=sum(sizes),
-                shard=to_sizes[me],
+                shard=to_sizes[rank],
                 src=partition,
                 dst=to_shard,
                 group_name=c.group_name,
             )
         elif c.descriptor is ALL_GATHER:
-            shard = _unpad(graph, c, {dim: sizes[me]})
+            shard = _unpad(graph, c, {dim: sizes[rank]})
             shape[dim] = sum(sizes)
             start = add_call(
                 graph,
@@ -142,14 +141,14 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
             )
         else:
             shape[0] //= c.group_size
-            shape[dim] = sizes[me]
-            (whole,) = chain.whole
+            shape[dim] = sizes[rank]
+            (full,) = chain.full
             start = add_call(
                 graph,
                 REDUCE_SCATTER_V,
-                input=whole,
+                input=full,
                 dim=dim,
-                shard=sizes[me],
+                shard=sizes[rank],
                 reduce_op=c.arguments.reduce_op,
                 partition=partition,
                 group_name=c.group_name,
@@ -158,9 +157,9 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
     result = _await(graph, c, start, dim, shape)
     replaced: list[Node] = []
     if chain.new_partition is not None:
-        replaced = _replace_padded(graph, chain.whole, result, chain.new_partition[0])
+        replaced = _replace_padded(graph, chain.full, result, chain.new_partition[0])
     elif c.descriptor is ALL_GATHER:
-        for node in chain.whole:
+        for node in chain.full:
             node.replace_all_uses_with(result)
     else:
         replaced = _replace_padded(graph, c.waits, result, dim)
@@ -169,22 +168,24 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
 
 
 def _await(graph: Graph, c: Collective, start: Node, dim: int, shape: Sequence[int]) -> Node:
-    """The wait for a flat result, and the result in its shape; contiguous, so that it can be viewed as a slice can."""
+    """Adds the wait for a flat result; returns the result in its shape, contiguous so that it can be viewed like a
+    slice.
+    """
     rest = [s for d, s in enumerate(shape) if d != dim]
     with graph.inserting_before(min(c.waits)):
         rows = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [shape[dim], *rest])
         if not dim:
             return rows
         dims = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-        moved = add_node(graph, aten.permute.default, rows, dims)
-        result = graph.call_function(aten.clone.default, (moved,), {"memory_format": torch.contiguous_format})
-        result.meta["val"] = moved.meta["val"].clone(memory_format=torch.contiguous_format)
+        permuted = add_node(graph, aten.permute.default, rows, dims)
+        result = graph.call_function(aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
+        result.meta["val"] = permuted.meta["val"].clone(memory_format=torch.contiguous_format)
     return result
 
 
 def _unpad(graph: Graph, c: Collective, sizes: dict[int, int]) -> Node:
-    """What is no padding of this rank's local shard: what was padded, where that can be seen and has not changed
-    since.
+    """Returns this rank's local shard without padding: the tensor that was padded, if it is known and unchanged, or a
+    slice.
     """
     for node in padded_from(c, sizes):
         if all(node.meta["val"].shape[dim] == n for dim, n in sizes.items()):
@@ -197,33 +198,35 @@ def _unpad(graph: Graph, c: Collective, sizes: dict[int, int]) -> Node:
 
 
 def _replace_padded(graph: Graph, padded: Sequence[Node], result: Node, dim: int) -> list[Node]:
-    """Give a result to who reads it padded: as it is to who takes the padding off, padded again to the others.
+    """Replaces padded values by an unpadded result.
+
+    Readers that slice the padding off read the result as it is, others read it padded again.
 
     Returns:
-        Who took the padding off, and is not used any more.
+        The slices that are not used any more.
     """
     size = result.meta["val"].shape[dim]
-    without: list[Node] = []
+    slices: list[Node] = []
     for node in padded:
         dim_size = node.meta["val"].shape[dim]
         if size == dim_size:
             node.replace_all_uses_with(result)
             continue
-        takes = [u for u in node.users if _takes_start(u, dim, size)]
-        for user in takes:
+        unpadding = [u for u in node.users if _slices_prefix(u, dim, size)]
+        for user in unpadding:
             user.replace_all_uses_with(result)
-        without += takes
-        if any(u not in takes and u not in padded for u in node.users):
+        slices += unpadding
+        if any(u not in unpadding and u not in padded for u in node.users):
             pads = [0] * (2 * (result.meta["val"].ndim - dim))
             pads[-1] = dim_size - size
             with graph.inserting_before(node):
-                again = add_node(graph, aten.constant_pad_nd.default, result, pads, 0)
-            node.replace_all_uses_with(again)
-    return without
+                repadded = add_node(graph, aten.constant_pad_nd.default, result, pads, 0)
+            node.replace_all_uses_with(repadded)
+    return slices
 
 
-def _takes_start(node: Node, dim: int, size: int) -> bool:
-    """Whether a node is so much of the start of a dim of its input."""
+def _slices_prefix(node: Node, dim: int, size: int) -> bool:
+    """Whether a node is the first `size` rows of its input along a dim."""
     if node.target is not aten.slice.Tensor:
         return False
     arguments = arguments_of(node)
@@ -232,14 +235,14 @@ def _takes_start(node: Node, dim: int, size: int) -> bool:
 
 
 def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erase those that nobody uses, users first."""
+    """Erases the nodes without users; users have to come first."""
     for node in nodes:
         if not node.users:
             graph.erase_node(node)
 
 
 def _erase_unused(graph: Graph, node: Node) -> None:
-    """Erase a node that nobody uses, and what was only there for it."""
+    """Erases a node without users, and what was only computed for it."""
     stack = [node]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""The chains that others emit for uneven shards, found in a graph."""
+"""Finds the chains of ops that other libraries emit for uneven shards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shardcompile.passes.graph.dependencies import writes
 aten = torch.ops.aten
 
 EXCHANGE = torch.ops._dtensor.shard_dim_alltoall.default
-"""What DTensor emits for `Shard` to `Shard` where the backend can exchange, finished when it returns. With gloo it
-gathers, and every rank takes its part."""
+"""DTensor's op for `Shard` to `Shard` where the backend has an all-to-all; it has completed when it returns. With gloo
+it gathers, and every rank takes its part.
+"""
 
 Partition = tuple[int, tuple[int, ...]]
 """A dim, and the sizes of all ranks' shards along it."""
@@ -28,22 +29,22 @@ Partition = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Chain:
-    """A padded collective and the shards that it is about.
+    """A padded collective and the shards that it moves.
 
     Attributes:
         start: the even collective.
-        sharded: what is no padding of every rank's local shard; of an exchange before it.
-        new_partition: of an exchange the shards after it; None for other chains.
-        whole: of a scatter the node that is scattered; of the others nodes that hold the shards one after the other,
-            through which all is read; of an exchange with the padding of this rank's new shard.
-        readers: the waits, and but for a scatter all that is made of the result by moving elements, in the graph's
+        partition: dim and sizes of every rank's local shard without padding; for an all-to-all before it.
+        new_partition: the same after an all-to-all; None for other chains.
+        full: for a scatter the node that is scattered; for others the nodes that hold the concatenated shards, through
+            which everything is read; for an all-to-all with the padding of this rank's new shard.
+        readers: the waits and, but for a scatter, all values that are made of the result by moving elements, in graph
             order.
     """
 
     start: Collective
     partition: Partition
     new_partition: Partition | None
-    whole: tuple[Node, ...]
+    full: tuple[Node, ...]
     readers: tuple[Node, ...]
 
     def __str__(self) -> str:
@@ -57,10 +58,10 @@ class Chain:
 
 
 def find_chains(c: Collective) -> Iterator[Chain]:
-    """The chains that an even collective may be the middle of, the one that moves least first.
+    """Yields the chains around an even collective, the one that moves least first.
 
     Args:
-        c: an `all_gather`, a `reduce_scatter`, or an `EXCHANGE` as `exchange_of` says it.
+        c: an `all_gather`, a `reduce_scatter`, or an `EXCHANGE` as `exchange_of` returns it.
     """
     if len(c.payloads) > 1 or not c.functional or not c.waits or c.group_size < 2:
         return
@@ -73,7 +74,7 @@ def find_chains(c: Collective) -> Iterator[Chain]:
     elif len(c.waits) < len(c.node.users):
         return
     elif c.descriptor is ALL_GATHER:
-        known = _downstream(c.waits, Pieces.whole((c.group_size * shape[0], *shape[1:]), shape[0]))
+        known = _downstream(c.waits, Pieces.full((c.group_size * shape[0], *shape[1:]), shape[0]))
         found = [_exchange(c, shape, known), _padded_gather(c, shape, known)]
     elif c.descriptor is REDUCE_SCATTER and c.arguments.reduce_op in ("sum", "avg"):
         found = [_padded_scatter(c, shape)]
@@ -81,7 +82,7 @@ def find_chains(c: Collective) -> Iterator[Chain]:
 
 
 def exchange_of(node: Node) -> Collective | None:
-    """An `EXCHANGE`, which is its own wait; None for other nodes, and where the group is no name."""
+    """Returns an `EXCHANGE`, which is its own wait; None for other nodes, and where the group has no name."""
     if node.op != "call_function" or node.target is not EXCHANGE:
         return None
     a = SHARD_DIM_ALLTOALL.signature.read(node.args)
@@ -91,6 +92,7 @@ def exchange_of(node: Node) -> Collective | None:
 
 
 def _padded_gather(c: Collective, shard: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
+    """Returns the all-gather of unpadded shards that a padded all-gather amounts to, or None."""
     tiled: dict[Partition, list[Node]] = {}
     for node, value in known.items():
         partition = _tiles(value, shard, c.group_size) if isinstance(value, Pieces) else None
@@ -99,25 +101,25 @@ def _padded_gather(c: Collective, shard: tuple[int, ...], known: dict[Node, Valu
                 return None
             tiled.setdefault(partition, []).append(node)
     for (dim, sizes), nodes in sorted(tiled.items(), key=lambda t: -sum(t[0][1])):
-        if sum(n > 0 for n in sizes) > 1 and (whole := _cover(c.waits, set(nodes), known)):
-            return Chain(c, (dim, sizes), None, tuple(sorted(whole)), tuple(sorted(known)))
+        if sum(n > 0 for n in sizes) > 1 and (full := _cover(c.waits, set(nodes), known)):
+            return Chain(c, (dim, sizes), None, tuple(sorted(full)), tuple(sorted(known)))
     return None
 
 
 def _is_written(node: Node) -> bool:
-    """Whether something writes to a value: one result takes the place of all values that are equal."""
+    """Whether a node writes to a value: one result replaces all values that are equal."""
     return any(map(writes, node.users))
 
 
 def padded_from(c: Collective, dims: Collection[int], zeros: int | None = None) -> Iterator[Node]:
-    """What a payload is padded from at the ends of some dims, step by step, the payload first.
+    """Yields the tensors that a payload was padded from at the ends of some dims, step by step, the payload first.
 
-    Ends where something may have changed since, and before symbolic sizes.
+    It stops where a tensor may have changed since, and at symbolic sizes.
 
     Args:
         c: of one payload.
         dims: of the payload.
-        zeros: of them the one along which only padding with zeros is followed.
+        zeros: the one of them along which only zero padding is followed.
     """
     node: Node | None = c.payload
     while node is not None and static_shape(node) is not None:
@@ -133,7 +135,7 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
 
 
 def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Node | None:
-    """What is padded at the ends of some dims, or has something concatenated to it there."""
+    """Returns what a node pads, or concatenates something to, at the ends of some dims; None for other nodes."""
     if node.target not in (aten.constant_pad_nd.default, aten.cat.default):
         return None
     arguments, ndim = arguments_of(node), node.meta["val"].ndim
@@ -141,20 +143,20 @@ def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Nod
         dim = arguments["dim"] % ndim
         return arguments["tensors"][0] if dim in dims and dim != zeros else None
     padded = {ndim - 1 - i // 2 if i % 2 else -1 for i, n in enumerate(arguments["pad"]) if n}
-    unknown = zeros in padded and arguments["value"] != 0
-    return None if unknown or not padded <= set(dims) else arguments["self"]
+    is_nonzero = zeros in padded and arguments["value"] != 0
+    return None if is_nonzero or not padded <= set(dims) else arguments["self"]
 
 
 def _follow_exchange(c: Collective, shard: tuple[int, ...]) -> dict[Node, Value]:
-    """What other nodes make of an `EXCHANGE` by moving elements, in terms of all ranks' shards stacked."""
-    me = compat.process_group(c.group_name).rank()
+    """Tracks the elements of an `EXCHANGE` through other nodes, in terms of all ranks' shards stacked."""
+    rank = compat.process_group(c.group_name).rank()
     gathered, divided = (d % len(shard) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
     width = shard[divided] // c.group_size
     shape = tuple(c.node.meta["val"].shape)
     boxes = []
     for r in range(c.group_size):
         at = tuple(r * n if d == gathered else 0 for d, n in enumerate(shard))
-        start = [me * width if d == divided else 0 for d in range(len(shard))]
+        start = [rank * width if d == divided else 0 for d in range(len(shard))]
         start[0] += r * shard[0]
         size = tuple(width if d == divided else n for d, n in enumerate(shard))
         boxes.append(Box(at, size, tuple(range(len(shard))), tuple(start)))
@@ -162,21 +164,22 @@ def _follow_exchange(c: Collective, shard: tuple[int, ...]) -> dict[Node, Value]
 
 
 def _exchange(c: Collective, shard: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
-    """Every rank sends the same rows of its shard; each rank takes its own part along another dim.
+    """Returns the all-to-all of unpadded shards that a collective amounts to, or None.
 
-    What the others take, this rank infers from what it takes itself.
+    Every rank sends the same rows of its shard, and takes its own chunk of another dim. What the other ranks take is
+    inferred from what this rank takes.
     """
-    world, me = c.group_size, compat.process_group(c.group_name).rank()
+    world, rank = c.group_size, compat.process_group(c.group_name).rank()
     tiled: dict[tuple[Partition, int], list[Node]] = {}
     for divided in (d for d, n in enumerate(shard) if n % world == 0):
-        own = (*shard[:divided], shard[divided] // world, *shard[divided + 1 :])
+        local_shape = (*shard[:divided], shard[divided] // world, *shard[divided + 1 :])
         for node, value in known.items():
-            part = _turn(value, shard, divided, own, me) if isinstance(value, Pieces) else None
-            if part is not None and (partition := _tiles(part, own, world)) and partition[0] != divided:
+            chunk = _to_local_chunk(value, shard, divided, local_shape, rank) if isinstance(value, Pieces) else None
+            if chunk is not None and (partition := _tiles(chunk, local_shape, world)) and partition[0] != divided:
                 tiled.setdefault((partition, divided), []).append(node)
     if any(map(_is_written, (node for nodes in tiled.values() for node in nodes))):
         return None
-    # Padding is taken off last, and if it is not, all is read.
+    # Padding is sliced off last; where it is not, everything is read.
     for ((dim, sizes), divided), nodes in sorted(
         tiled.items(), key=lambda t: (set(t[0][0][1]) == {shard[t[0][0][0]]}, -sum(t[0][0][1]))
     ):
@@ -188,45 +191,49 @@ def _exchange(c: Collective, shard: tuple[int, ...], known: dict[Node, Value]) -
     return None
 
 
-def _turn(value: Pieces, shard: tuple[int, ...], divided: int, own: tuple[int, ...], me: int) -> Pieces | None:
-    """A value in terms of stacked shards of which there is only a rank's turn along a dim; None if it is not of that.
+def _to_local_chunk(
+    value: Pieces, shard: tuple[int, ...], divided: int, local_shape: tuple[int, ...], me: int
+) -> Pieces | None:
+    """Expresses a value in terms of the stacked chunks that a rank takes of the shards along a dim.
+
+    None if it holds elements of other chunks.
 
     Args:
-        value: in terms of whole shards, stacked.
-        shard: shape of a whole shard.
-        divided: the dim along which the ranks take their turns.
-        own: shape of what a rank takes of a shard.
+        value: in terms of the full shards, stacked.
+        shard: shape of a full shard.
+        divided: the dim that is divided among the ranks.
+        local_shape: shape of the chunk that a rank takes of a shard.
         me: the rank.
     """
     boxes = []
     for box in value.boxes:
         rank, row = divmod(box.start[0], shard[0])
         start = [row, *box.start[1:]]
-        start[divided] -= me * own[divided]
+        start[divided] -= me * local_shape[divided]
         if start[divided]:
             return None
-        start[0] += rank * own[0]
+        start[0] += rank * local_shape[0]
         boxes.append(replace(box, start=tuple(start)))
     return replace(value, boxes=tuple(boxes))
 
 
 def _downstream(sources: Sequence[Node], value: Pieces) -> dict[Node, Value]:
-    """All values that are made of nothing but parts of a source."""
+    """Returns all values that consist of elements of a source."""
     known: dict[Node, Value] = dict.fromkeys(sources, value)
     queue = [u for s in sources for u in s.users]
     heapq.heapify(queue)
     while queue:
         node = heapq.heappop(queue)
-        made_of = None if node in known else evaluate(node, known)
-        if made_of is not None:
-            known[node] = made_of
+        pieces = None if node in known else evaluate(node, known)
+        if pieces is not None:
+            known[node] = pieces
             for user in node.users:
                 heapq.heappush(queue, user)
     return known
 
 
 def _tiles(value: Pieces, shard: tuple[int, ...], world: int) -> Partition | None:
-    """The dim along which a value is the starts of all ranks' shards one after the other, and their sizes, or None."""
+    """Returns the partition along which a value concatenates the starts of all ranks' shards, or None."""
     if len(value.shape) != len(shard):
         return None
     for dim in range(len(shard)):
@@ -247,19 +254,19 @@ def _tiles(value: Pieces, shard: tuple[int, ...], world: int) -> Partition | Non
 
 
 def _is_slab(box: Box, dim: int, at: int, shape: Sequence[int]) -> bool:
-    """Whether a box begins at a place of a dim and has all of the other dims, each along that of the source."""
+    """Whether a box starts at a position of a dim and spans all other dims, each along that of the source."""
     along = all(axis == d for d, axis in enumerate(box.axes) if box.size[d] > 1)
     others = all(box.at[d] == 0 and box.size[d] == n for d, n in enumerate(shape) if d != dim)
     return along and others and box.at[dim] == at
 
 
-def _cover(sources: Sequence[Node], whole: Collection[Node], known: dict[Node, Value]) -> set[Node]:
-    """The nodes through which everything reads the sources; none if something reads them in another way."""
+def _cover(sources: Sequence[Node], full_values: Collection[Node], known: dict[Node, Value]) -> set[Node]:
+    """Returns the nodes through which everything reads the sources; none if something reads them otherwise."""
     reached: set[Node] = set()
     stack, seen = list(sources), set(sources)
     while stack:
         node = stack.pop()
-        if node in whole:
+        if node in full_values:
             reached.add(node)
         elif any(user not in known for user in node.users):
             return set()
@@ -271,27 +278,29 @@ def _cover(sources: Sequence[Node], whole: Collection[Node], known: dict[Node, V
 
 
 def _padded_scatter(c: Collective, shape: tuple[int, ...]) -> Chain | None:
+    """Returns the reduce-scatter of an unpadded tensor that a padded reduce-scatter amounts to, or None."""
     world = c.group_size
     for source, chain in _sources(c.payload):
-        whole = static_shape(source)
-        if not whole or len(whole) != len(shape):
+        full = static_shape(source)
+        if not full or len(full) != len(shape):
             continue
-        known: dict[Node, Value] = {source: Pieces.whole(whole, whole[0])}
+        known: dict[Node, Value] = {source: Pieces.full(full, full[0])}
         for node in chain:
-            made_of = evaluate(node, known)
-            if made_of is not None:
-                known[node] = made_of
+            pieces = evaluate(node, known)
+            if pieces is not None:
+                known[node] = pieces
         value = known.get(c.payload)
         shard = (shape[0] // world, *shape[1:])
-        if isinstance(value, Pieces) and (found := _scattered_partition(value, whole, shard, world)):
+        if isinstance(value, Pieces) and (found := _scattered_partition(value, full, shard, world)):
             return Chain(c, found, None, (source,), c.waits)
     return None
 
 
 def _sources(payload: Node) -> list[tuple[Node, list[Node]]]:
-    """The nodes each of which a payload is made of alone, nearest first, and what makes it of them, in order.
+    """Returns the nodes that alone determine a payload, nearest first, with the nodes between, in order.
 
-    Goes backwards through ops that move elements. Where all ways have met in one node, the payload is made of it.
+    It goes backwards through ops that move elements. Where all paths have met in one node, the payload is determined by
+    it.
     """
     found: list[tuple[Node, list[Node]]] = []
     chain: list[Node] = []
@@ -310,8 +319,8 @@ def _sources(payload: Node) -> list[tuple[Node, list[Node]]]:
     return found
 
 
-def _scattered_partition(value: Pieces, whole: tuple[int, ...], shard: tuple[int, ...], world: int) -> Partition | None:
-    """The dim along which a padded payload divides its source among the ranks, and the sizes.
+def _scattered_partition(value: Pieces, full: tuple[int, ...], shard: tuple[int, ...], world: int) -> Partition | None:
+    """Returns the partition along which a padded payload divides its source among the ranks.
 
     None if it does not, or if there is no padding.
     """
@@ -329,6 +338,6 @@ def _scattered_partition(value: Pieces, whole: tuple[int, ...], shard: tuple[int
             for p, start in zip(parts, starts, strict=True)
             for box in p
         )
-        if divided and whole == (*shard[:dim], sum(sizes), *shard[dim + 1 :]) and sizes != (shard[dim],) * world:
+        if divided and full == (*shard[:dim], sum(sizes), *shard[dim + 1 :]) and sizes != (shard[dim],) * world:
             return dim, sizes
     return None

@@ -1,6 +1,4 @@
-"""Where the elements of a value come from: which parts of one tensor, through views, copies, pads and
-concatenations.
-"""
+"""Tracks which elements of one tensor a value consists of, through views, copies, pads and concatenations."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ class Box:
     """A rectangular part of a value that is a part of the source.
 
     Attributes:
-        at: where it begins in the value, by the value's dims.
+        at: its offset in the value, by the value's dims.
         size: its sizes, by the value's dims.
-        axes: along which of the source's dims each of the value's dims runs; None if the size is 1 and it does not
+        axes: the dim of the source along which each dim of the value runs; None where the size is 1 and it does not
             matter.
-        start: where it begins in the source, by the source's dims.
+        start: its offset in the source, by the source's dims.
     """
 
     at: tuple[int, ...]
@@ -35,38 +33,38 @@ class Box:
     start: tuple[int, ...]
 
     def clipped(self, dim: int, low: int, high: int) -> Box | None:
-        """What lies in a range of a dim, in a value that begins at that range; None if that is nothing."""
+        """Returns the part within a range of a dim, with offsets from the start of that range; None if it is empty."""
         first, end = max(self.at[dim], low), min(self.at[dim] + self.size[dim], high)
         if end <= first:
             return None
         axis = self.axes[dim]
-        start = self.start if axis is None else _change(self.start, axis, self.start[axis] + first - self.at[dim])
-        at, size = _change(self.at, dim, first - low), _change(self.size, dim, end - first)
+        start = self.start if axis is None else _replaced(self.start, axis, self.start[axis] + first - self.at[dim])
+        at, size = _replaced(self.at, dim, first - low), _replaced(self.size, dim, end - first)
         return Box(at, size, self.axes, start)
 
     def shifted(self, dim: int, by: int) -> Box:
-        """The same part of the source further along a dim."""
-        return replace(self, at=_change(self.at, dim, self.at[dim] + by))
+        """Returns the same part of the source at a larger offset along a dim of the value."""
+        return replace(self, at=_replaced(self.at, dim, self.at[dim] + by))
 
     def permuted(self, dims: Sequence[int]) -> Box:
-        """With the value's dims in another order; dims that are left out have to be of size 1."""
+        """Permutes the dims of the value; dims that are left out have to be of size 1."""
         at, size = (tuple(values[d] for d in dims) for values in (self.at, self.size))
         return Box(at, size, tuple(self.axes[d] for d in dims), self.start)
 
     def disjoint(self, other: Box) -> bool:
-        """Whether no element of the value is in both."""
+        """Whether no element of the value is in both boxes."""
         ends = zip(self.at, self.size, other.at, other.size, strict=True)
         return any(a + m <= b or b + n <= a for a, m, b, n in ends)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A value that is made of parts of a source, and of constants elsewhere.
+    """A value that consists of parts of a source, and of constants elsewhere.
 
     Attributes:
         shape: of the value.
         boxes: disjoint parts.
-        fills: the constants that may be found outside of the boxes.
+        fills: the constants that may occur outside of the boxes.
     """
 
     shape: tuple[int, ...]
@@ -74,8 +72,8 @@ class Pieces:
     fills: frozenset[Any] = frozenset()
 
     @staticmethod
-    def whole(shape: Sequence[int], rows: int) -> Pieces:
-        """The source itself, in boxes of so many rows of its first dim."""
+    def full(shape: Sequence[int], rows: int) -> Pieces:
+        """Returns the source itself, in boxes of `rows` rows of its first dim."""
         axes, rest = tuple(range(len(shape))), tuple(shape[1:])
         zeros = (0,) * len(rest)
         firsts = range(0, shape[0], rows) if rows else ()
@@ -83,43 +81,43 @@ class Pieces:
         return Pieces(tuple(shape), tuple(boxes) if math.prod(rest) else ())
 
     def sliced(self, dim: int, low: int, high: int) -> Pieces:
-        """A range of a dim."""
-        shape = _change(self.shape, dim, max(high - low, 0))
-        near = (b for b in self.boxes if b.at[dim] < high and b.at[dim] + b.size[dim] > low)
-        return Pieces(shape, _present(b.clipped(dim, low, high) for b in near), self.fills)
+        """Returns a range of a dim."""
+        shape = _replaced(self.shape, dim, max(high - low, 0))
+        overlapping = (b for b in self.boxes if b.at[dim] < high and b.at[dim] + b.size[dim] > low)
+        return Pieces(shape, _not_none(b.clipped(dim, low, high) for b in overlapping), self.fills)
 
 
 Value = Pieces | tuple[Pieces, ...]
-"""What a node yields: one tensor, or several."""
+"""The value of a node: one tensor, or several."""
 
 
 def evaluate(node: Node, known: Mapping[Node, Value]) -> Value | None:
-    """What a node's value is made of.
+    """Returns the pieces that a node's value consists of.
 
     Args:
         node: a call of a function.
-        known: what the nodes are made of that it takes.
+        known: the pieces of its inputs.
 
     Returns:
-        None where that cannot be said: an op that computes, a size that is a symbol, a tensor that is not known.
+        None if they are unknown: an op that computes, a symbolic size, an unknown tensor.
     """
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
-        several = known.get(node.args[0])  # type: ignore[arg-type]
-        return several[node.args[1]] if isinstance(several, tuple) else None  # type: ignore[index]
+        outputs = known.get(node.args[0])  # type: ignore[arg-type]
+        return outputs[node.args[1]] if isinstance(outputs, tuple) else None  # type: ignore[index]
     rule = _RULES.get(node.target)  # type: ignore[arg-type]
     arguments = None if rule is None else _static_arguments(node, known)
     return rule(arguments) if rule is not None and arguments is not None else None
 
 
 def is_tracked(node: Node) -> bool:
-    """Whether `evaluate` may know what a node makes of its arguments."""
+    """Whether `evaluate` has a rule for a node."""
     return node.op == "call_function" and (node.target is operator.getitem or node.target in _RULES)
 
 
 def static_shape(node: Node) -> tuple[int, ...] | None:
-    """The shape of a node's tensor, if it has one without symbols."""
+    """Returns the shape of a node's tensor, or None if it has symbolic sizes."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or any(type(s) is not int for s in value.shape):
         return None
@@ -127,14 +125,14 @@ def static_shape(node: Node) -> tuple[int, ...] | None:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """A call's arguments by their names, with the defaults."""
+    """Returns the arguments of a call by name, with defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _static_arguments(node: Node, known: Mapping[Node, Value]) -> dict[str, Any] | None:
-    """The arguments with their pieces in place of nodes; None if one of them is not known."""
+    """Returns the arguments with pieces in place of nodes; None if those of one node are unknown."""
     arguments = arguments_of(node)
     nodes = node.all_input_nodes
     values = {n: known.get(n) or evaluate_constant(n) for n in nodes}
@@ -144,22 +142,22 @@ def _static_arguments(node: Node, known: Mapping[Node, Value]) -> dict[str, Any]
 
 
 def evaluate_constant(node: Node) -> Pieces | None:
-    """A tensor that is one number throughout, as a value without boxes."""
+    """Returns a tensor of one constant as a value without boxes; None for other nodes."""
     shape = static_shape(node)
     if node.target is not aten.full.default or shape is None:
         return None
     return Pieces(shape, (), frozenset([node.args[1]]))
 
 
-def _change(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _present(boxes: Iterable[Box | None]) -> tuple[Box, ...]:
+def _not_none(boxes: Iterable[Box | None]) -> tuple[Box, ...]:
     return tuple(b for b in boxes if b is not None)
 
 
-def _same(a: dict[str, Any]) -> Pieces:
+def _identity(a: dict[str, Any]) -> Pieces:
     return next(iter(a.values()))
 
 
@@ -207,7 +205,7 @@ def _cat(a: dict[str, Any]) -> Pieces | None:
     for part in parts:
         boxes += [b.shifted(dim, at) for b in part.boxes]
         at += part.shape[dim]
-    return Pieces(_change(parts[0].shape, dim, at), tuple(boxes), frozenset().union(*(p.fills for p in parts)))
+    return Pieces(_replaced(parts[0].shape, dim, at), tuple(boxes), frozenset().union(*(p.fills for p in parts)))
 
 
 def _pad(a: dict[str, Any]) -> Pieces:
@@ -217,7 +215,7 @@ def _pad(a: dict[str, Any]) -> Pieces:
         end = x.shape[dim] + back
         inner = x.sliced(dim, max(-front, 0), min(end, x.shape[dim]))
         boxes = tuple(b.shifted(dim, max(front, 0)) for b in inner.boxes)
-        x = Pieces(_change(x.shape, dim, end + front), boxes, inner.fills)
+        x = Pieces(_replaced(x.shape, dim, end + front), boxes, inner.fills)
     return replace(x, fills=x.fills | {a["value"]}) if any(p > 0 for p in pads) else x
 
 
@@ -231,12 +229,12 @@ def _slice_scatter(a: dict[str, Any]) -> Pieces | None:
 
 
 def _add(a: dict[str, Any]) -> Pieces | None:
-    """A sum in which of each element all terms but one are zeros."""
+    """Returns a sum in which at most one term of each element is nonzero."""
     x, y = a["self"], a["other"]
     if not isinstance(y, Pieces) or a["alpha"] != 1 or x.shape != y.shape or not (x.fills | y.fills) <= {0}:
         return None
-    apart = all(b.disjoint(c) for b in x.boxes for c in y.boxes)
-    return Pieces(x.shape, x.boxes + y.boxes, frozenset([0])) if apart else None
+    disjoint = all(b.disjoint(c) for b in x.boxes for c in y.boxes)
+    return Pieces(x.shape, x.boxes + y.boxes, frozenset([0])) if disjoint else None
 
 
 def _permute(a: dict[str, Any]) -> Pieces:
@@ -254,10 +252,10 @@ def _unsqueeze(a: dict[str, Any]) -> Pieces | None:
 def _view(a: dict[str, Any]) -> Pieces | None:
     x, shape = a["self"], list(a["size"] if "size" in a else a["shape"])
     if -1 in shape:
-        known = -math.prod(shape)
-        if not known:
+        num_known = -math.prod(shape)
+        if not num_known:
             return None
-        shape[shape.index(-1)] = math.prod(x.shape) // known
+        shape[shape.index(-1)] = math.prod(x.shape) // num_known
     return _reshape(x, tuple(shape))
 
 
@@ -266,11 +264,11 @@ def _reshape(x: Pieces, shape: tuple[int, ...]) -> Pieces | None:
         return None
     groups = _regroup(x.shape, shape)
     boxes = [_regroup_box(b, groups, x.shape, shape) for b in x.boxes]
-    return None if None in boxes else Pieces(shape, _present(boxes), x.fills)
+    return None if None in boxes else Pieces(shape, _not_none(boxes), x.fills)
 
 
 def _regroup(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """The dims of two shapes of one number of elements, in groups of the same number of elements."""
+    """Groups the dims of two shapes so that each group has the same number of elements in both."""
     groups: list[tuple[range, range]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -293,34 +291,34 @@ def _regroup(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]
 
 
 def _regroup_box(box: Box, groups: Sequence[tuple[range, range]], old: Sequence[int], new: Sequence[int]) -> Box | None:
-    """The box in the new shape; None if it would fall apart, or run along two dims of the source at once."""
+    """Returns the box in the new shape; None if it is split, or would run along two dims of the source at once."""
     at: list[int] = []
     size: list[int] = []
     axes: list[int | None] = []
     for before, after in groups:
-        running = [d for d in before if box.size[d] > 1]
-        if running and running != [before[-1]]:
+        long_dims = [d for d in before if box.size[d] > 1]
+        if long_dims and long_dims != [before[-1]]:
             return None
-        first, run = 0, math.prod(box.size[d] for d in before)
+        first, length = 0, math.prod(box.size[d] for d in before)
         for d in before:
             first = first * old[d] + box.at[d]
-        places: list[int] = []
+        offsets: list[int] = []
         for d in reversed(after):
-            first, place = divmod(first, new[d])
-            places.insert(0, place)
-        if after and places[-1] + run > new[after[-1]]:
+            first, offset = divmod(first, new[d])
+            offsets.insert(0, offset)
+        if after and offsets[-1] + length > new[after[-1]]:
             return None
-        at += places
-        size += [1] * (len(places) - 1) + [run] * bool(places)
-        axes += [None] * (len(places) - 1)
-        axes += [box.axes[before[-1]] if before else None] * bool(places)
+        at += offsets
+        size += [1] * (len(offsets) - 1) + [length] * bool(offsets)
+        axes += [None] * (len(offsets) - 1)
+        axes += [box.axes[before[-1]] if before else None] * bool(offsets)
     return Box(tuple(at), tuple(size), tuple(axes), box.start)
 
 
 _RULES: dict[Any, Callable[[dict[str, Any]], Value | None]] = {
-    torch.ops._c10d_functional.wait_tensor.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
+    torch.ops._c10d_functional.wait_tensor.default: _identity,
+    aten.alias.default: _identity,
+    aten.clone.default: _identity,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.split.Tensor: _split,

@@ -1,1 +1,1 @@
-"""What passes see: collectives with their arguments, what ops do, what must come before what, whose sizes differ."""
+"""What passes read of a graph: its collectives, the properties of ops, dependencies, rank-dependent sizes."""

@@ -1,4 +1,4 @@
-"""The collectives of an FX graph, by what they do instead of by their nodes' names."""
+"""The collectives of an FX graph, described by what they do rather than by the names of their nodes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from shardcompile.passes.graph.ops import WAIT as WAIT
 from shardcompile.sharding import CHUNK_KEY, GroupPartition, IntLike
 
 KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
-"""The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
+"""The functional collectives, torch's and ours. All take their payload first and the name of the group last."""
 
 NOTES = "shardcompile"
-"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.annotate_nodes`."""
+"""The key of ``node.meta["custom"]`` that states why a collective is there, see `shardcompile.compat.annotate_nodes`.
+"""
 
 _ORIGINS = "shardcompile_origins"
 _INHERITED = (
@@ -44,12 +45,12 @@ class Collective:
     """A collective of a graph.
 
     Attributes:
-        node: where it starts.
-        descriptor: what it is.
-        payloads: the tensors that this rank puts in: one, but for the coalesced forms.
+        node: its start.
+        descriptor: what it does.
+        payloads: the tensors that this rank contributes: one, except for coalesced collectives.
         group_name: name of its process group.
-        waits: the nodes that complete it, in the graph's order. Torch 2.15 repeats the wait for a result that the
-            backward pass needs.
+        waits: the nodes that complete it, in graph order. Torch 2.15 repeats the wait for a result that the backward
+            pass needs.
         functional: whether it writes to none of its arguments. Passes leave the others alone.
     """
 
@@ -62,13 +63,15 @@ class Collective:
 
     @staticmethod
     def of(node: Node) -> Collective | None:
-        """The collective that a node starts, or None."""
-        found = _starts(node)
+        """Returns the collective that a node starts, or None."""
+        found = _started_descriptor(node)
         if found is None:
             return None
         arguments = found.signature.read(node.args)
         payloads, group_name = tuple(payloads_of(arguments)), arguments.group_name
-        assert isinstance(group_name, str) and all(isinstance(p, Node) for p in payloads), f"unknown form of {node}"
+        assert isinstance(group_name, str) and all(isinstance(p, Node) for p in payloads), (
+            f"unknown arguments of {node}"
+        )
         results = [node, *(u for u in node.users if u.target is operator.getitem)]
         waits = tuple(u for r in results for u in r.users if u.target is WAIT)
         functional = not node.target._schema.is_mutable  # type: ignore[union-attr]
@@ -76,29 +79,29 @@ class Collective:
 
     @property
     def kind(self) -> str:
-        """What it is, by its name; see `KINDS`."""
+        """The name of what it does; see `KINDS`."""
         return self.descriptor.kind
 
     @property
     def arguments(self) -> Any:
-        """Its arguments by their names, as they are in the graph now: nodes in place of tensors and symbols."""
+        """Its arguments by name, as they are in the graph now: nodes in place of tensors and symbols."""
         return self.descriptor.signature.read(self.node.args)
 
     @property
     def values(self) -> Any:
-        """Its arguments by their names, with the values of nodes: fake tensors and symbols."""
+        """Its arguments by name, with the values of nodes: fake tensors and symbols."""
         return map_arguments(value_of, self.arguments)
 
     @property
     def parts(self) -> Any:
-        """Its arguments by their names, with payloads as fake tensors, and nodes in place of symbols."""
+        """Its arguments by name, with payloads as fake tensors, and nodes in place of symbols."""
         first, *rest = arguments = self.arguments
-        several = isinstance(first, (list, tuple))
-        return type(arguments)([value_of(p) for p in first] if several else value_of(first), *rest)
+        is_coalesced = isinstance(first, (list, tuple))
+        return type(arguments)([value_of(p) for p in first] if is_coalesced else value_of(first), *rest)
 
     @property
     def payload(self) -> Node:
-        """The only tensor that this rank puts in."""
+        """The only tensor that this rank contributes."""
         (payload,) = self.payloads
         return payload
 
@@ -109,9 +112,9 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank puts in; where there are symbolic sizes, by their hints.
+        """Bytes that this rank contributes; by the hints of symbolic sizes.
 
-        Not the same on every rank where shards are of fixed, unequal sizes: decisions read `global_bytes`.
+        Not rank-invariant where shards have static, unequal sizes: decisions read `global_bytes`.
         """
         return sum(nbytes_of(p.meta["val"]) for p in self.payloads)
 
@@ -128,19 +131,19 @@ class Collective:
 
     @property
     def global_bytes(self) -> int:
-        """`global_size` as a number, by hints where it is symbolic. The same on every rank."""
+        """`global_size` as an integer, by the hints of symbolic sizes. Rank-invariant."""
         return _hint(self.global_size)
 
     @property
     def group_size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks of the group."""
         return compat.process_group(self.group_name).size()
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Shard sizes along the sharded dim in group order, where they are known to the compiler; None if they are not.
+        """Shard sizes along the sharded dim in group order, or None if they are not static. Rank-invariant.
 
-        Of an all-to-all or a fetch those of its source. The same on every rank.
+        For an all-to-all or a fetch they are those of its source.
         """
         source = self._source()
         if source is None:
@@ -152,7 +155,7 @@ class Collective:
         return partition.shards(total, self.group_size)
 
     def hinted_sizes(self) -> tuple[int, ...] | None:
-        """`sizes`, dynamic ones as they were in the call that led to the trace; for looking at, not for decisions."""
+        """Returns `sizes`, with symbolic ones as in the call that was traced; for reports, not for decisions."""
         source = self._source()
         if source is None:
             return None
@@ -175,7 +178,7 @@ class Collective:
 
     @property
     def source(self) -> str:
-        """The user's line that led to it, or an empty text."""
+        """The user's line of code that led to it, or an empty string."""
         lines = [line.strip() for line in str(self.node.meta.get("stack_trace") or "").splitlines()]
         files = [i for i, line in enumerate(lines) if line.startswith("File ")]
         return " ".join(lines[files[-1] : files[-1] + 2]) if files else ""
@@ -187,7 +190,7 @@ class Collective:
 
     @property
     def module(self) -> str:
-        """The path of the module that it was traced in, or an empty text."""
+        """The path of the module in which it was traced, or an empty string."""
         stack = self.node.meta.get("nn_module_stack") or self.node.meta.get("fwd_nn_module_stack") or {}
         return str(list(stack.values())[-1][0]) if stack else ""
 
@@ -197,7 +200,7 @@ class Collective:
 
 
 def notes_of(node: Node) -> dict[str, str]:
-    """What was noted down where a node was traced, see `shardcompile.compat.annotate_nodes`."""
+    """Returns the notes that were recorded when a node was traced, see `shardcompile.compat.annotate_nodes`."""
     key = f"{NOTES}_backward" if _is_backward(node) else NOTES
     return dict(node.meta.get("custom", {}).get(key, {}))
 
@@ -207,57 +210,57 @@ def _is_backward(node: Node) -> bool:
 
 
 def kind_of(node: Node) -> str | None:
-    """The kind of the collective that a node starts, or None."""
-    found = _starts(node)
+    """Returns the kind of the collective that a node starts, or None."""
+    found = _started_descriptor(node)
     return None if found is None else found.kind
 
 
 def reduction_of(c: Collective) -> str | None:
-    """The reduction of an all-reduce of one tensor that writes to nothing; None of others."""
-    usual = c.descriptor is ALL_REDUCE and c.functional and len(c.payloads) == 1
-    return c.arguments.reduce_op if usual else None
+    """Returns the reduction of a functional all-reduce of one tensor; None for other collectives."""
+    is_eligible = c.descriptor is ALL_REDUCE and c.functional and len(c.payloads) == 1
+    return c.arguments.reduce_op if is_eligible else None
 
 
-def _starts(node: Node) -> Descriptor[Any] | None:
+def _started_descriptor(node: Node) -> Descriptor[Any] | None:
     found = descriptor_of(node.target) if node.op == "call_function" else None
     return found if found is not None and found.communicates else None
 
 
 def value_of(argument: object) -> Any:
-    """What stands for an argument of a node: its fake tensor or symbol, if it is a node itself."""
+    """Returns the fake tensor or symbol of an argument that is a node; other arguments as they are."""
     return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def called(node: Node, descriptor: Descriptor[Any]) -> Any:
-    """The arguments by their names of a node that calls an op; None if it calls another one."""
+    """Returns the arguments by name of a node that calls an op; None if it calls another one."""
     return descriptor.signature.read(node.args) if node.target is descriptor.target else None
 
 
 def add_call(graph: Graph, descriptor: Descriptor[Any], **arguments: object) -> Node:
-    """A call of an op, with its arguments by their names, at the graph's insertion point, see `add_node`."""
+    """Adds a call of an op, with its arguments by name, at the insertion point, see `add_node`."""
     return add_node(graph, descriptor.target, *descriptor.signature.write(descriptor.arguments(**arguments)))
 
 
 def collectives(graph: Graph) -> list[Collective]:
-    """All collectives of a graph, in its order."""
+    """Returns all collectives of a graph, in graph order."""
     return [c for node in graph.nodes if id(node.target) in STARTS and (c := Collective.of(node)) is not None]
 
 
 class Seen:
-    """What a graph was like, to tell whether it has changed."""
+    """A snapshot of a graph that tells whether the graph has changed."""
 
     def __init__(self, nodes: list[tuple[Node, Any, Any]]) -> None:
         self._nodes = nodes
 
     @staticmethod
     def of(graph: Graph) -> Seen:
-        """A graph as it is now."""
+        """Takes a snapshot of a graph."""
         return Seen([(node, node.args, node.kwargs) for node in graph.nodes])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Seen) or len(self._nodes) != len(other._nodes):
             return False
-        # A node gets new tuples for arguments whenever one is replaced.
+        # A node gets new tuples of arguments whenever an argument is replaced.
         return all(
             a is b and args is others and kwargs is named
             for (a, args, kwargs), (b, others, named) in zip(self._nodes, other._nodes, strict=True)
@@ -267,36 +270,36 @@ class Seen:
 
 
 def inherit(start: Node, from_: Sequence[Collective]) -> None:
-    """Make a collective that takes the place of others known as their successor; it stands where the last one was."""
+    """Marks a collective as the successor of the ones that it replaces; it keeps the metadata of the last one."""
     last = from_[-1].node
     start.meta |= {what: last.meta[what] for what in _INHERITED if what in last.meta}
     start.meta[_ORIGINS] = tuple(origin for c in from_ for origin in origins(c.node))
 
 
 def origins(start: Node) -> tuple[str, ...]:
-    """Names that the collectives had, before any pass, in whose place this one is."""
+    """Returns the names, before any pass, of the collectives that this one replaces."""
     return start.meta.get(_ORIGINS, (start.name,))
 
 
 def forget_origins(graph: Graph) -> None:
-    """Take the collectives of a graph as what the next passes start from."""
+    """Makes the current collectives of a graph the origins of those that later passes add."""
     for c in collectives(graph):
         c.node.meta.pop(_ORIGINS, None)
 
 
 def add_node(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the graph's insertion point, with the fake value that later passes and Inductor read."""
+    """Adds a call at the insertion point, with the fake value that later passes and Inductor read."""
     node = graph.call_function(target, args, kwargs)
-    values, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    mode = compat.detect_fake_mode(_tensors((values, named)))
+    values, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = compat.detect_fake_mode(_tensors((values, fake_kwargs)))
     assert mode is not None, "a collective's payload is a fake tensor"
     with mode:
-        node.meta["val"] = target(*values, **named)
+        node.meta["val"] = target(*values, **fake_kwargs)
     return node
 
 
 def add_number(graph: Graph, number: float, like: Node) -> Node:
-    """A tensor of one element at the graph's insertion point, of the dtype and on the device of another."""
+    """Adds a tensor of one element at the insertion point, with the dtype and device of another one."""
     value = like.meta["val"]
     options = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
     node = graph.call_function(torch.ops.aten.full.default, ([1], number), options)

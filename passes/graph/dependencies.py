@@ -1,4 +1,4 @@
-"""What in a graph must come before what."""
+"""Dependencies between the nodes of a graph, those between writes and between random ops included."""
 
 from __future__ import annotations
 
@@ -13,87 +13,88 @@ from shardcompile.passes.graph.ops import op_of
 
 
 class Closure:
-    """Which of some nodes depend on which others of them, directly or through any nodes, as sets of bits.
+    """The transitive dependencies between some nodes, directly or through any nodes, as bit sets.
 
-    A node that writes to memory keeps its place among all others, and random ops their order among each other: what
-    they do is not told by their arguments.
+    A node that writes to memory keeps its position among all others, and random ops keep their order: their effects do
+    not show in their arguments.
 
     Args:
         graph: in a valid order.
-        nodes: that are asked about. Time and memory grow with the graph's edges times their number (in words of bits).
+        nodes: whose dependencies are tracked. Time and memory grow with the edges of the graph times the number of
+            these nodes (in words of bits).
     """
 
     def __init__(self, graph: Graph, nodes: Iterable[Node]) -> None:
-        self._number = {node: i for i, node in enumerate(nodes)}
-        self._ancestors = [0] * len(self._number)
-        behind: dict[Node, int] = {}
+        self._index = {node: i for i, node in enumerate(nodes)}
+        self._ancestors = [0] * len(self._index)
+        required: dict[Node, int] = {}
         for node, inputs in ordered_inputs(graph).items():
             before = 0
             for i in inputs:
-                before |= behind[i]
-            here = self._number.get(node)
-            if here is not None:
-                self._ancestors[here] = before
-                before |= 1 << here
-            behind[node] = before
+                before |= required[i]
+            index = self._index.get(node)
+            if index is not None:
+                self._ancestors[index] = before
+                before |= 1 << index
+            required[node] = before
 
     def copy(self) -> Closure:
-        """The same, to tie nodes in."""
+        """Returns a copy in which nodes can be tied."""
         new = object.__new__(Closure)
-        new._number, new._ancestors = self._number, list(self._ancestors)
+        new._index, new._ancestors = self._index, list(self._ancestors)
         return new
 
     def needs(self, node: Node, other: Node) -> bool:
         """Whether `node` must come after `other`."""
-        return bool(self._ancestors[self._number[node]] >> self._number[other] & 1)
+        return bool(self._ancestors[self._index[node]] >> self._index[other] & 1)
 
     def independent(self, node: Node, others: Iterable[Node]) -> bool:
-        """Whether `node` may run before each of the others as well as after it."""
+        """Whether `node` may run before as well as after each of the others."""
         return not any(self.needs(node, o) or self.needs(o, node) for o in others)
 
-    def together(self) -> Together:
-        """An empty set of nodes that may run in any order."""
-        return Together(self._number, self._ancestors)
+    def independent_set(self) -> IndependentSet:
+        """Returns an empty set of mutually independent nodes."""
+        return IndependentSet(self._index, self._ancestors)
 
     def tie(self, nodes: Iterable[Node]) -> None:
-        """Reckon with independent nodes as one from now on: what needs one of them needs all, and all their inputs."""
-        numbers = [self._number[n] for n in nodes]
+        """Treats independent nodes as one from now on: what needs one of them needs all, and all their inputs."""
+        indices = [self._index[n] for n in nodes]
         members = before = 0
-        for n in numbers:
+        for n in indices:
             members |= 1 << n
             before |= self._ancestors[n]
         both = members | before
         self._ancestors = [ancestors | both if ancestors & members else ancestors for ancestors in self._ancestors]
-        for n in numbers:
+        for n in indices:
             self._ancestors[n] |= before
 
 
-class Together:
-    """Nodes none of which needs another one, in a time that does not grow with how many there are.
+class IndependentSet:
+    """A set of mutually independent nodes; queries take time that does not grow with the size of the set.
 
     Args:
-        number: by node.
-        ancestors: by a node's number: what it needs, as a set of bits.
+        index: of each node.
+        ancestors: by index: the nodes that a node needs, as a bit set.
     """
 
-    def __init__(self, number: Mapping[Node, int], ancestors: Sequence[int]) -> None:
-        self._number, self._ancestors = number, ancestors
+    def __init__(self, index: Mapping[Node, int], ancestors: Sequence[int]) -> None:
+        self._index, self._ancestors = index, ancestors
         self._members = self._before = 0
 
     def fits(self, node: Node) -> bool:
-        """Whether a node may run before each of the others as well as after it."""
-        n = self._number[node]
+        """Whether a node is independent of all nodes of the set."""
+        n = self._index[node]
         return not (self._ancestors[n] & self._members or self._before >> n & 1)
 
     def add(self, node: Node) -> None:
-        """One more, that fits."""
-        n = self._number[node]
+        """Adds a node that is independent of the others."""
+        n = self._index[node]
         self._members |= 1 << n
         self._before |= self._ancestors[n]
 
 
 def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node the nodes that it must directly follow."""
+    """Returns the direct dependencies of each node."""
     inputs: dict[Node, list[Node]] = {}
     since_barrier: list[Node] = []
     barrier: Node | None = None
@@ -121,14 +122,14 @@ T = TypeVar("T", bound=Hashable)
 def needed_first(
     items: Sequence[T], before: Callable[[T], Iterable[T]], on_demand: Callable[[T], bool] = lambda item: False
 ) -> list[T]:
-    """Items in their order, each behind what it needs: all of that comes before it, in its order, if it has not yet.
+    """Returns items in their order, except that everything an item needs is moved before it, in order.
 
     Args:
         items: each once.
-        before: what an item needs, directly.
-        on_demand: whether an item comes when another one needs it, not before; the last one needs all of those.
+        before: direct dependencies of an item.
+        on_demand: whether an item is placed only where another one needs it; the last item needs all of those.
     """
-    place = {item: i for i, item in enumerate(items)}
+    position = {item: i for i, item in enumerate(items)}
     order: list[T] = []
     done: set[T] = set()
     for item in items:
@@ -138,16 +139,16 @@ def needed_first(
             done.add(item)
             order.append(item)
             continue
-        stack = [[item]]  # of what is next, from its end; what an item needs lies above it
+        stack = [[item]]  # pending items, the next one last; what an item needs lies above it
         while stack:
             if not stack[-1]:
                 stack.pop()
                 continue
-            assert len(stack) <= len(items), "what is needed closes a circle"
+            assert len(stack) <= len(items), "the dependencies have a cycle"
             top = stack[-1][-1]
             missing = [] if top in done else _find_missing(top, before, done)
             if missing:
-                stack.append(sorted(missing, key=place.__getitem__, reverse=True))
+                stack.append(sorted(missing, key=position.__getitem__, reverse=True))
                 continue
             stack[-1].pop()
             if top not in done:
@@ -157,7 +158,7 @@ def needed_first(
 
 
 def _find_missing(item: T, before: Callable[[T], Iterable[T]], done: set[T]) -> set[T]:
-    """What an item needs, also indirectly, and has not come."""
+    """Returns the transitive dependencies of an item that are not done."""
     found: set[T] = set()
     pending = [item]
     while pending:
@@ -169,20 +170,20 @@ def _find_missing(item: T, before: Callable[[T], Iterable[T]], done: set[T]) -> 
 
 
 def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[Node], float]) -> None:
-    """Sort a graph: what is needed first, and of the nodes that could be next the one of least priority.
+    """Sorts a graph topologically; of the nodes that could be next, the one of the least priority comes first.
 
     Args:
         graph: its order is changed.
-        inputs: the nodes that each node must directly follow.
+        inputs: direct dependencies of each node.
         priority: by node; ties are broken by the present order.
     """
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    missing = {node: len(set(inputs[node])) for node in place}
-    users: dict[Node, list[Node]] = {node: [] for node in place}
-    for node in place:
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    missing = {node: len(set(inputs[node])) for node in position}
+    users: dict[Node, list[Node]] = {node: [] for node in position}
+    for node in position:
         for i in dict.fromkeys(inputs[node]):
             users[i].append(node)
-    ready = [(priority(n), place[n], n) for n in place if not missing[n]]
+    ready = [(priority(n), position[n], n) for n in position if not missing[n]]
     heapq.heapify(ready)
     order: list[Node] = []
     while ready:
@@ -191,11 +192,12 @@ def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[No
         for user in users[node]:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, (priority(user), place[user], user))
-    assert len(order) == len(place), "the graph has a cycle"
+                heapq.heappush(ready, (priority(user), position[user], user))
+    assert len(order) == len(position), "the graph has a cycle"
     for earlier, later in itertools.pairwise(order):
         earlier.append(later)
 
 
 def writes(node: Node) -> bool:
+    """Whether a node writes to one of its arguments."""
     return op_of(node).writes

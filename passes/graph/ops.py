@@ -1,6 +1,6 @@
-"""What passes ask about ops again and again, looked up once for each op.
+"""Properties of ops that passes query often, looked up once per op.
 
-Ops of torch are hashed and told apart in Python, and a pass over a large graph asks about every node several times.
+Hashing and comparing ops of torch takes Python code, and a pass over a large graph queries every node several times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _LIBRARY.define("in_flight(Tensor x) -> ()", tags=[torch.Tag.pt2_compliant_tag, 
 _LIBRARY.impl("in_flight", lambda x: None, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::in_flight", lambda x: None, lib=_LIBRARY)
 IN_FLIGHT = torch.fx.node.has_side_effect(torch.ops.shardcompile.in_flight.default)
-"""Reads a tensor, and does nothing: it is being sent until here. In a graph it stays though nothing uses it."""
+"""A no-op that reads a tensor which is being sent until here. It has a side effect, so that it stays in a graph though
+nothing uses it.
+"""
 
 _ALLOCATIONS = {
     *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
@@ -30,16 +32,16 @@ _ALLOCATIONS = {
 
 
 class Op(NamedTuple):
-    """What is called.
+    """The properties of what a node calls.
 
     Attributes:
-        target: the op, or what else a node calls; None of nodes that call nothing.
+        target: the op, or the function that a node calls; None for nodes that call nothing.
         writes: whether it writes to one of its arguments.
         random: whether it draws random numbers.
         pointwise: whether it works element by element.
         reduces: whether it is a reduction.
-        allocates: whether all that it does is to allocate memory, if anything.
-        shares: position or keyword of the argument whose memory its result shares, by its schema; None of most.
+        allocates: whether it allocates memory at most, and computes nothing.
+        shares: position or keyword of the argument whose memory its result shares, by its schema; None for most ops.
     """
 
     target: Any
@@ -52,18 +54,18 @@ class Op(NamedTuple):
 
 
 def op_of(node: Node) -> Op:
-    """What a node calls."""
+    """Returns the properties of what a node calls."""
     if node.op != "call_function":
         return _NONE
     target: Any = node.target
-    found = _KNOWN.get(id(target))
+    found = _CACHE.get(id(target))
     if found is None:
-        found = _KNOWN[id(target)] = _look_up(target)  # which keeps the target, so that no other has its id
+        found = _CACHE[id(target)] = _look_up(target)  # it keeps the target alive, so that its id stays unique
     return found
 
 
 _NONE = Op(None)
-_KNOWN: dict[int, Op] = {}
+_CACHE: dict[int, Op] = {}
 
 
 def _look_up(target: object) -> Op:
@@ -75,16 +77,16 @@ def _look_up(target: object) -> Op:
         torch.Tag.pointwise in tags,
         torch.Tag.reduction in tags,
         target in _ALLOCATIONS,
-        _share(target, schema),
+        _shared_argument(target, schema),
     )
 
 
-def _share(target: object, schema: torch.FunctionSchema | None) -> int | str | None:
+def _shared_argument(target: object, schema: torch.FunctionSchema | None) -> int | str | None:
     if target in (WAIT, operator.getitem, aten._unsafe_view.default):
         return 0
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return None
-    names = schema.returns[0].alias_info.before_set  # of a list of views it is empty
+    names = schema.returns[0].alias_info.before_set  # empty for a list of views
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and (not names or names & argument.alias_info.before_set):
             return argument.name if argument.kwarg_only else i

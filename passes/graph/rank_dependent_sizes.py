@@ -1,7 +1,6 @@
-"""Which nodes have other sizes on other ranks.
+"""Finds the nodes whose sizes may differ between ranks.
 
-A collective's partitions are written in its arguments: see `shardcompile.collectives.traffic` for what follows from
-them.
+A collective's partitions are among its arguments: see `shardcompile.collectives.traffic` for what follows from them.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ aten = torch.ops.aten
 
 
 def members(c: Collective, group_size: int | None) -> list[Member]:
-    """What the ranks put in and get, for each payload of a collective.
+    """Returns what the ranks contribute and get, for each payload of a collective.
 
     Args:
         c: any.
-        group_size: of its group; None if that is not known, as partitions by torch.chunk then are not.
+        group_size: of its group; None if it is unknown, and with it the partitions of torch.chunk.
     """
     return c.descriptor.members_of(c.values, group_size)
 
 
 def nbytes_of(node: Node) -> int:
-    """Bytes of a node's tensors by hints."""
+    """Returns the bytes of a node's tensors, by hints."""
     value = node.meta.get("val")
     return traffic.nbytes_of(value) if isinstance(value, torch.Tensor) else sum(map(traffic.nbytes_of, tensors(node)))
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
-    """A node's fake tensors."""
+    """Returns a node's fake tensors."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
     return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (list, tuple)) else []
 
 
-# Which nodes have other sizes on other ranks.
+# Nodes whose sizes may differ between ranks.
 
 _KEEPS_SIZES = {
     WAIT,
@@ -63,7 +62,7 @@ _KEEPS_SIZES = {
 
 
 def rank_dependent(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> set[Node]:
-    """The nodes whose sizes may differ between ranks: their sizes must not be read for a decision.
+    """Returns the nodes whose sizes may differ between ranks, and must not be read for a decision.
 
     See `labels`.
     """
@@ -71,22 +70,21 @@ def rank_dependent(graph: Graph, group_sizes: Mapping[str, int] | None = None) -
 
 
 def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[Node, set[str]]:
-    """For the nodes whose sizes may differ between ranks, the names of the groups along which they may.
+    """Returns, for the nodes whose sizes may differ between ranks, the names of the groups along which they may.
 
-    The graph's structure alone tells, so that the answer is the same on every rank. It begins with what is put into or
-    got from a collective with uneven shards. It adds all that is connected with that through ops, in either direction.
-    It ends at the collectives of the group in question, which say themselves whether their other side is uneven. A
-    tensor without dims connects nothing, nor does one that has its sizes from a collective whose results are alike on
-    all ranks.
+    Only the graph's structure is read, so the answer is rank-invariant. The search starts from the uneven sides of
+    collectives. It adds all nodes that are connected with these through ops, in either direction. It ends at the
+    collectives of the group in question, whose arguments state whether their other side is uneven. A tensor without
+    dims connects nothing, nor does one that has its sizes from a collective whose results have rank-invariant sizes.
 
-    It finds more than need be: a weight that is multiplied with shards that are gathered afterwards. It cannot find
-    what meets no collective with a known partition: static inputs of different sizes, of which the graph does not
-    tell. The library gives its shards symbols with common hints where they come in, so its own inputs are none of
-    these.
+    It overestimates: a weight that is multiplied with shards that are gathered afterwards counts as well. It cannot
+    find nodes that are connected with no collective of a known partition: static inputs of different sizes, which do
+    not show in the graph. The library gives its shards symbols with common hints when they enter a graph, so its own
+    inputs are none of these.
 
     Args:
         graph: any.
-        group_sizes: numbers of ranks by the group's name, where there are no such process groups.
+        group_sizes: numbers of ranks by group name, where there are no such process groups.
     """
     edges = _boundaries(graph, group_sizes or {})
     seeds: dict[str, list[Node]] = {}
@@ -111,27 +109,31 @@ _WINDOWS = {
 
 
 def ranks_may_differ(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> bool:
-    """Whether other ranks may have a graph of other nodes, and decide something else by it.
+    """Whether other ranks may have graphs of other nodes, on which decisions differ.
 
-    Torch traces, and divides, a program by sizes that are numbers. It copies no shard without rows, joins no empty
-    part, broadcasts one row, and saves what is smallest. So ranks may differ if some have no rows of a shard, or one,
-    and others more. They do where all of these are numbers and something is computed with them. Products, windows and
-    ops element by element are not counted: every rank has them. Nor are copies and allocations, which schedules leave
-    out (`only_here`).
+    Torch traces and partitions a program by static sizes: it does not copy a shard without rows, concatenates no empty
+    part, broadcasts one row, and saves what is smallest. So the graphs may differ if some ranks have a shard of no row
+    or one row, and others of more. They do where all of these are static and something is computed with them. Products,
+    windows and pointwise ops are not counted: every rank has them. Nor are copies and allocations, which schedules
+    leave out (`only_here`).
     """
     if not have_few_rows(graph, group_sizes):
         return False
     boundaries = _boundaries(graph, group_sizes or {})
     return any(
-        n.op == "call_function" and n not in boundaries and tensors(n) and _is_of_numbers(n) and not _is_everywhere(n)
+        n.op == "call_function"
+        and n not in boundaries
+        and tensors(n)
+        and _has_static_sizes(n)
+        and not _is_on_all_ranks(n)
         for n in labels(graph, group_sizes)
     )
 
 
 def have_few_rows(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> bool:
-    """Whether it has shards of known sizes of which some have no rows or one, and others have more.
+    """Whether the graph has shards of static sizes of which some have no row or one row, and others have more.
 
-    It is told by what collectives and local shards are given, and so the same on every rank.
+    It is derived from the arguments of collectives and local shards, and so rank-invariant.
     """
     if not graph.find_nodes(op="call_function", target=WAIT):
         return False
@@ -149,25 +151,25 @@ _MARK = "shardcompile_few_rows"
 
 
 def mark(graph: Graph) -> None:
-    """Note on a graph of forward and backward together that `have_few_rows` holds, for both of its halves.
+    """Records on a joint graph that `have_few_rows` holds, for its forward and backward graphs.
 
-    One half may have no shard that tells it on some ranks, and one on others: where AOTAutograd divides the graph
-    depends on numbers. Ranks compare halves that are marked, so that all of them do.
+    On some ranks one of these graphs may have no shard that shows it, and on others the other one: AOTAutograd
+    partitions the joint graph by static sizes. Ranks compare the marked graphs, so that all of them do.
     """
     for node in graph.find_nodes(op="call_function", target=WAIT):
         node.meta[_MARK] = True
 
 
 def are_marked(graph: Graph) -> bool:
-    """Whether `mark` was called for the graph that this one is a half of."""
+    """Whether `mark` was called on the joint graph that this graph is a part of."""
     return any(_MARK in node.meta for node in graph.find_nodes(op="call_function", target=WAIT))
 
 
 def only_here(graph: Graph, labels: Mapping[Node, set[str]], group_sizes: Mapping[str, int] | None = None) -> set[Node]:
-    """The nodes that the graphs of other ranks may not have, where shards have few rows; see `ranks_may_differ`.
+    """Returns the nodes that other ranks' graphs may not have, where shards have few rows; see `ranks_may_differ`.
 
-    Copies and allocations whose sizes may differ between ranks and are numbers, and what is computed from nothing,
-    such as zeros.
+    These are copies and allocations whose sizes may differ between ranks and are static, and what is computed from no
+    input, such as zeros.
     """
     found: set[Node] = set()
     for node in graph.nodes if labels and have_few_rows(graph, group_sizes) else ():
@@ -175,17 +177,17 @@ def only_here(graph: Graph, labels: Mapping[Node, set[str]], group_sizes: Mappin
         if node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None:
             constant = found.issuperset(inputs) and not any(i in labels for i in inputs)
             copied = node.target in _COPIES or (op_of(node).allocates and tensors(node))
-            if constant or (node in labels and copied and _is_of_numbers(node)):
+            if constant or (node in labels and copied and _has_static_sizes(node)):
                 found.add(node)
     return found
 
 
-def _is_of_numbers(node: Node) -> bool:
+def _has_static_sizes(node: Node) -> bool:
     return all(isinstance(n, int) for t in tensors(node) for n in t.shape)
 
 
-def _is_everywhere(node: Node) -> bool:
-    """Whether the graphs of all ranks have a node, or do not care."""
+def _is_on_all_ranks(node: Node) -> bool:
+    """Whether the graphs of all ranks have a node, or do not depend on it."""
     op, packet = op_of(node), getattr(node.target, "overloadpacket", None)
     known = op.pointwise or op.shares is not None or op.allocates
     return known or node.target in _COPIES or packet in _WINDOWS or packet in flop_registry
@@ -193,7 +195,7 @@ def _is_everywhere(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """An op that changes the sharded along a group, so that its result's sizes do not follow from its payloads'."""
+    """An op that changes the partition along a group, so that its result's sizes do not follow from its payloads'."""
 
     group_name: str
     payloads: tuple[Node, ...]
@@ -228,7 +230,7 @@ def _boundaries(graph: Graph, group_sizes: Mapping[str, int]) -> dict[Node, _Bou
 
 
 def size_of_group(name: str, group_sizes: Mapping[str, int]) -> int | None:
-    """Ranks in a group; None if it is neither given nor a process group of this process."""
+    """Returns the number of ranks of a group; None if it is neither given nor a process group of this process."""
     if name in group_sizes:
         return group_sizes[name]
     try:
@@ -238,7 +240,7 @@ def size_of_group(name: str, group_sizes: Mapping[str, int]) -> int | None:
 
 
 def ranks_of_group(name: str) -> list[int] | None:
-    """The ranks of a group, by their number in the world; None if it is no process group of this process."""
+    """Returns the global ranks of a group; None if it is no process group of this process."""
     try:
         return dist.get_process_group_ranks(compat.process_group(name))
     except (RuntimeError, ValueError, LookupError):
@@ -246,38 +248,40 @@ def ranks_of_group(name: str) -> list[int] | None:
 
 
 def _connect(graph: Graph, label: str, seeds: Sequence[Node], edges: Mapping[Node, _Boundary]) -> set[Node]:
-    def bounds(node: Node) -> bool:
+    """Returns the nodes whose sizes may differ along a group, starting from `seeds`."""
+
+    def is_boundary(node: Node) -> bool:
         return node in edges and edges[node].group_name == label
 
-    alike = _equal_on_all_ranks(
-        graph, bounds_result={n: not b.uneven_result for n, b in edges.items() if b.group_name == label}
+    invariant = _rank_invariant(
+        graph, boundaries={n: not b.uneven_result for n, b in edges.items() if b.group_name == label}
     )
     found = set(seeds)
     todo = list(found)
     while todo:
         node = todo.pop()
-        around = [u for u in node.users if not bounds(u)]
-        if not bounds(node):
-            around += [i for i in node.all_input_nodes if not bounds(i)]
-        for n in around:
-            if n not in found and n not in alike and any(t.ndim for t in tensors(n)):
+        neighbours = [u for u in node.users if not is_boundary(u)]
+        if not is_boundary(node):
+            neighbours += [i for i in node.all_input_nodes if not is_boundary(i)]
+        for n in neighbours:
+            if n not in found and n not in invariant and any(t.ndim for t in tensors(n)):
                 found.add(n)
                 todo.append(n)
     return found
 
 
-def _equal_on_all_ranks(graph: Graph, bounds_result: Mapping[Node, bool]) -> set[Node]:
-    """Nodes that have their sizes from collectives whose results are alike on all ranks of the group."""
-    alike: set[Node] = set()
+def _rank_invariant(graph: Graph, boundaries: Mapping[Node, bool]) -> set[Node]:
+    """Returns the nodes that have their sizes from collectives whose results have rank-invariant sizes."""
+    invariant: set[Node] = set()
     for node in graph.nodes:
-        if node in bounds_result:
-            found = bounds_result[node]
+        if node in boundaries:
+            found = boundaries[node]
         else:
             sources = [i for i in node.all_input_nodes if tensors(i)]
-            found = _keeps_sizes(node) and bool(sources) and alike.issuperset(sources)
+            found = _keeps_sizes(node) and bool(sources) and invariant.issuperset(sources)
         if found:
-            alike.add(node)
-    return alike
+            invariant.add(node)
+    return invariant
 
 
 def _keeps_sizes(node: Node) -> bool:
@@ -285,5 +289,5 @@ def _keeps_sizes(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether an op works element by element."""
+    """Whether a node calls a pointwise op."""
     return op_of(node).pointwise

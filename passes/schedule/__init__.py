@@ -1,1 +1,1 @@
-"""When things run: the order that hides most, replayed by a simulator, and what none can beat."""
+"""Scheduling: the order that overlaps most, a simulator that replays it, and lower bounds."""

@@ -1,11 +1,11 @@
-"""Makes Inductor keep the order of a scheduled graph, and what is being sent.
+"""Adds control dependencies, so that Inductor keeps the order of a scheduled graph, and protects payloads in flight.
 
-Inductor orders kernels by their data alone: a collective that is started early sinks to its wait, and a wait rises to
-its start. Edges that carry no data hold them in their places (`control_deps`, which Inductor has for its own overlap
-scheduling, down to the generated code).
+Inductor orders kernels by data dependencies alone: a collective that is started early sinks to its wait, and a wait
+rises to its start. Control dependencies, edges that carry no data, keep them in place (`control_deps`, which Inductor
+has for its own overlap scheduling, down to the generated code).
 
-It also has ops that put values into a tensor, such as ``index_fill``, write to the tensor itself where nothing reads
-that any more. What a collective has been given is read until the wait.
+Inductor also lets ops that put values into a tensor, such as ``index_fill``, write in place where nothing reads the
+tensor any more. But the payload of a collective is read until its wait.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ ANCHORS = {
     torch.ops.shardcompile.attend.default,
     torch.ops.shardcompile.attend_backward.default,
 }
-"""Ops that Inductor calls as kernels of their own. An edge at another op would keep it from being fused."""
+"""Ops that Inductor calls as kernels of their own. A control dependency of another op would prevent its fusion."""
 
 
-class HoldOrder:
-    """Hold starts before, and waits behind, the matrix products, convolutions and attentions that they stand next to.
+class AddControlDependencies:
+    """Keeps starts before, and waits after, the neighbouring matrix products, convolutions and attentions.
 
-    Legal because the graph stands in this order already: an edge that follows it closes no circle. What is being sent
-    is held as well, see `hold_payloads`.
+    Legal because the graph is already in this order: a dependency that follows it adds no cycle. Payloads in flight are
+    protected as well, see `hold_payloads`.
     """
 
     name = "hold_order"
@@ -61,19 +61,19 @@ class HoldOrder:
         if graph.owning_module is None or all(kind_of(node) is None for node in graph.nodes):
             return
         hold_payloads(graph)
-        edges = held_edges(graph)
-        if edges:
-            compat.preserve_node_ordering(graph, edges)
+        dependencies = control_dependencies(graph)
+        if dependencies:
+            compat.preserve_node_ordering(graph, dependencies)
 
 
 def hold_payloads(graph: Graph) -> None:
-    """Have what a collective sends read behind its wait, where something stands between that might write to it."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    others = [i for node, i in place.items() if _may_write(node)]
+    """Keeps the payload of a collective alive until its wait, where a node in between might write to it."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    writers = [i for node, i in position.items() if _may_write(node)]
     for c in collectives(graph):
-        last = max(c.waits, key=place.__getitem__, default=c.node)
-        first = bisect.bisect(others, place[c.node])
-        if first == len(others) or others[first] > place[last]:
+        last = max(c.waits, key=position.__getitem__, default=c.node)
+        first = bisect.bisect(writers, position[c.node])
+        if first == len(writers) or writers[first] > position[last]:
             continue
         with graph.inserting_after(last):
             for payload in dict.fromkeys(c.payloads):
@@ -81,7 +81,7 @@ def hold_payloads(graph: Graph) -> None:
 
 
 def _may_write(node: Node) -> bool:
-    """Whether it could be done in place: Inductor does so with some of the ops that are no loops over all elements."""
+    """Whether Inductor may run a node in place, as it does with some ops that are no elementwise loops."""
     op = op_of(node)
     if op.target is None or op.pointwise or op.reduces or op.allocates or op.shares is not None:
         return False
@@ -90,35 +90,35 @@ def _may_write(node: Node) -> bool:
     return op.target not in ANCHORS and kind_of(node) is None
 
 
-def held_edges(graph: Graph) -> dict[Node, list[Node]]:
-    """By node: the nodes that Inductor has to run before it, besides those that it reads.
+def control_dependencies(graph: Graph) -> dict[Node, list[Node]]:
+    """Returns, for each node, the nodes that Inductor has to run before it besides its inputs.
 
-    A start is held before the next anchor, and a wait behind the last one, unless they depend on each other as it is.
+    A start has to run before the next anchor, and a wait after the last one, unless data dependencies imply it.
     """
-    edges: dict[Node, list[Node]] = {}
+    dependencies: dict[Node, list[Node]] = {}
     started: list[Node] = []
     last: Node | None = None
     inputs = ordered_inputs(graph)
-    since: set[Node] = set()  # nodes behind the last anchor
+    since: set[Node] = set()  # nodes after the last anchor
     for node in inputs:
         if kind_of(node) is not None:
             started.append(node)
         elif node.target is WAIT and last is not None:
-            edges[node] = [last]
+            dependencies[node] = [last]
         elif node.op == "call_function" and node.target in ANCHORS:
             needed = _inputs_among(node, inputs, since) if started else set()
             held = [s for s in started if s not in needed]
             if held:
-                edges[node] = held
+                dependencies[node] = held
             started.clear()
             since.clear()
             last = node
         since.add(node)
-    return edges
+    return dependencies
 
 
 def _inputs_among(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
-    """Which of some neighbouring nodes a node needs, directly or through others of them."""
+    """Returns the nodes of a set that a node needs, directly or through others of the set."""
     found: set[Node] = set()
     pending = [node]
     while pending:

@@ -1,4 +1,4 @@
-"""A graph's order and edges, as the scheduling passes read them."""
+"""The order and the dependencies of a graph, as the scheduling passes read them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardcompile.passes.graph.dependencies import ordered_inputs
 
 @dataclass(frozen=True)
 class Edges:
-    """What must come before what.
+    """The dependencies between nodes.
 
     Attributes:
-        order: the graph's own.
-        place: by node.
-        before: by node: those that it must follow.
-        after: by node: those that must follow it.
+        order: that of the graph.
+        place: position of each node in it.
+        before: by node: the nodes that it must follow.
+        after: by node: the nodes that must follow it.
     """
 
     order: list[Node]
@@ -27,7 +27,7 @@ class Edges:
 
     @staticmethod
     def of(graph: Graph) -> Edges:
-        """The edges of a graph, those between writes and between random ops included."""
+        """Returns the edges of a graph, those between writes and between random ops included."""
         before = {node: list(dict.fromkeys(inputs)) for node, inputs in ordered_inputs(graph).items()}
         after: dict[Node, list[Node]] = {node: [] for node in before}
         for node, inputs in before.items():

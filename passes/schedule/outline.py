@@ -1,5 +1,5 @@
-"""What all schedules of the same tasks share (`Outline`), what a scheduler decides by (`Plan`), and its result
-(`Schedule`).
+"""What all schedules of the same tasks share (`Outline`), the options of list scheduling (`SchedulingPolicy`), and its
+result (`Schedule`).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import numpy as np
 
 from shardcompile.passes.schedule.tasks import START, WAIT, WORK, Tasks
 
-LEADS = 4.0
-"""A collective leads if the work after it takes at least so many times its own time: then the path through it
+LEADING_TAIL = 4.0
+"""A collective leads if the work after it takes at least this multiple of its own time: then the path through it
 matters.
 """
 
 SMALL_BYTES = 1 << 16
-"""A result that takes no more memory than that may be there as early as it likes, such as a table of counts."""
+"""A result of no more bytes than this may be held from as early as possible, such as a table of counts."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a scheduler decides by.
+class SchedulingPolicy:
+    """The priorities and limits of one list schedule.
 
     Attributes:
-        rank: by task: of two at work that could be next, the one of lower rank is taken.
-        urgency: by task: the same, for the collectives of one group.
-        due: by task: a collective that grows does not start before the compute has come so far in `Outline.clock`,
-            of those that lead.
-        window: a task at work may overtake one less of those that are left, of those that lead.
+        rank: by task: of two compute tasks that could be next, the one of lower rank is taken.
+        urgency: by task: the same for the collectives of one group.
+        due: by task: a collective that grows does not start before the leading compute has reached this time of
+            `Outline.clock`.
+        window: how far a compute task may overtake others, in positions among the leading tasks that are left.
         limit: bytes that should be held at most.
         leads: whether tasks that no later work waits for, such as the gradients of weights, fill gaps: they run when
             nothing else can, or when memory is scarce. Otherwise all tasks lead.
-        release: by task at work: it is not taken earlier; it may be late all the same. None if all may be.
-        until: a schedule that ends later is of no use: it is given up as soon as it is sure to.
-        most: the same of one that holds more bytes.
+        release: by compute task: the time before which it is not taken; it may be taken later. None for no such times.
+        until: a schedule that takes longer is useless: it is given up as soon as that is certain.
+        most: the same for a schedule that holds more bytes.
     """
 
     rank: Sequence[float]
@@ -54,13 +54,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order of tasks and what it comes to.
+    """An order of tasks, with its time and memory.
 
     Attributes:
-        order: all tasks; none if it was given up, see `Plan`.
-        total: seconds until everything has ended, or what they are at least.
-        peak_bytes: the most that is held, or what that is at least.
-        begins: by task, when its compute begins, or its collective.
+        order: all tasks; empty if the schedule was given up, see `SchedulingPolicy`.
+        total: seconds until everything has ended, or a lower bound of them.
+        peak_bytes: the peak memory, or a lower bound of it.
+        begins: by task, the time at which its compute or its collective begins.
     """
 
     order: list[int]
@@ -70,24 +70,26 @@ class Schedule:
 
 
 class Outline:
-    """What many schedules of the same tasks have in common.
+    """Derived properties of tasks that all their schedules share.
 
     Attributes:
-        prepares: tasks on the compute stream that need nothing but inputs, and that only collectives need, such as the
-            cast of a weight that is gathered: they run when their collective starts, whatever their place. They may be
-            results as well, as casts are that are saved for the backward pass.
-        work: the other tasks on the compute stream, in order; waits are not among them.
-        work_place: by task at work: its place among them.
-        fillers: those of them that no collective leads from to much later work.
-        results: those of them that compute nothing, and that only the end reads: nobody waits for them.
-        clock: by place: when it would begin if nothing held compute up; at last, when all would have ended.
-        first_use: by start: the place of the first task at work that needs its result.
-        grows: by start: whether it holds more than it frees, small results not counted.
-        curve: by place: bytes held while that task runs, if every collective runs just when it is needed.
+        prepares: compute tasks that need only inputs, and that only collectives need, such as the cast of a weight that
+            is gathered: they run when their collective starts, whatever their position. They may be results as well,
+            like casts that are saved for the backward pass.
+        work: the other compute tasks, in order, without waits.
+        work_place: by compute task: its position in `work`.
+        fillers: those of `work` from which no collective leads to much later work.
+        results: those of `work` that compute nothing and that only the end reads: nobody waits for them.
+        clock: by position: the time at which the task would begin if nothing delayed the compute; last, the end of all.
+        first_use: by start: the position of the first compute task that needs its result.
+        payload: by start: bytes of its payload.
+        grows: by start: whether it allocates more than it frees, small results not counted.
+        curve: by position: bytes held while that task runs, if every collective runs just when it is needed.
+        takes: by task: whether it is a compute task that allocates more memory than it frees.
         tails: by task, see `tails`.
-        missing: by task: how many it has to follow, `prepares` not counted.
-        seconds: of all tasks on the compute stream.
-        busy: by group: seconds of its collectives.
+        missing: by task: the number of tasks that it has to follow, `prepares` not counted.
+        seconds: total of all tasks on the compute stream.
+        busy: by group: total seconds of its collectives.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -133,7 +135,7 @@ class Outline:
 
     @functools.cached_property
     def fillers(self) -> set[int]:
-        """See above."""
+        """See the attributes of the class."""
         tasks, tail = self.tasks, self.tails
         leads = [False] * len(tasks.nodes)
         for n in range(len(tasks.nodes) - 1, -1, -1):
@@ -142,51 +144,51 @@ class Outline:
                     leads[n] = True
                     break
             if tasks.kind[n] == START and not leads[n]:
-                leads[n] = any(tail[wait] > LEADS * tasks.price[n].seconds for wait in tasks.after[n])
+                leads[n] = any(tail[wait] > LEADING_TAIL * tasks.price[n].seconds for wait in tasks.after[n])
         return {n for n in self.work if not leads[n]}
 
     @functools.cached_property
     def takes(self) -> list[bool]:
-        """By task: whether it is work that takes more memory than it frees."""
+        """See the attributes of the class."""
         tasks = self.tasks
         return [kind == WORK and tasks.alloc[n] > tasks.last_reads(n) for n, kind in enumerate(tasks.kind)]
 
     @functools.cached_property
     def curve(self) -> np.ndarray:
-        """It grows and falls by what is made at a place and what is read there last."""
+        """Sums up, over the positions, the bytes that are allocated there minus those that are read there last."""
         tasks, end = self.tasks, len(self.work)
-        made = [end] * len(tasks.nbytes)
-        freed = [0] * len(tasks.nbytes)
+        allocated_at = [end] * len(tasks.nbytes)
+        freed_at = [0] * len(tasks.nbytes)
         for t in tasks.saved:
-            made[t] = 0
+            allocated_at[t] = 0
         reached = 0
-        place: list[int] = []
+        positions: list[int] = []
         for n, kind in enumerate(tasks.kind):
             if kind == WAIT:
-                here = place[tasks.start_of[n]]
+                current = positions[tasks.start_of[n]]
             elif kind == START:
                 needed = self.first_use[n]
-                here = max(reached, needed if self.grows[n] and needed < end else 0)
+                current = max(reached, needed if self.grows[n] and needed < end else 0)
             elif n in self.prepares:
                 readers = [self.first_use.get(a, self.work_place.get(a)) for a in tasks.after[n]]
-                here = min((r for r in readers if r is not None), default=reached)
+                current = min((r for r in readers if r is not None), default=reached)
             else:
-                here = reached = self.work_place[n]
-            place.append(here)
+                current = reached = self.work_place[n]
+            positions.append(current)
             if tasks.makes[n] >= 0:
-                made[tasks.makes[n]] = here
-                freed[tasks.makes[n]] = max(freed[tasks.makes[n]], here)
+                allocated_at[tasks.makes[n]] = current
+                freed_at[tasks.makes[n]] = max(freed_at[tasks.makes[n]], current)
             for t in tasks.reads[n]:
-                if freed[t] < here:
-                    freed[t] = here
+                if freed_at[t] < current:
+                    freed_at[t] = current
         steps = np.zeros(end + 2, dtype=np.int64)
         nbytes = np.array(tasks.nbytes, dtype=np.int64)
-        np.add.at(steps, np.minimum(np.array(made, dtype=np.int64), end), nbytes)
-        np.subtract.at(steps, np.minimum(np.array(freed, dtype=np.int64), end) + 1, nbytes)
+        np.add.at(steps, np.minimum(np.array(allocated_at, dtype=np.int64), end), nbytes)
+        np.subtract.at(steps, np.minimum(np.array(freed_at, dtype=np.int64), end) + 1, nbytes)
         return np.cumsum(steps)[: end + 1] + tasks.fixed
 
     def places_before(self) -> list[int]:
-        """By task: how many places of the work come before what it needs is there."""
+        """Returns, for each task, how many positions of the work precede the point at which its inputs are ready."""
         found = [0] * len(self.tasks.nodes)
         for n, before in enumerate(self.tasks.before):
             for b in before:
@@ -195,7 +197,7 @@ class Outline:
 
 
 def heads(tasks: Tasks) -> list[float]:
-    """By task: the least time before its start."""
+    """Returns, for each task, the least time before its start."""
     found = [0.0] * len(tasks.nodes)
     for n, before in enumerate(tasks.before):
         for b in before:
@@ -207,26 +209,27 @@ def heads(tasks: Tasks) -> list[float]:
 
 
 def tails(tasks: Tasks) -> list[float]:
-    """By task: the least time from its start to the end of everything, packing and travelling included."""
+    """Returns, for each task, the least time from its start to the end of everything, packing and transfer included."""
     found = [0.0] * len(tasks.nodes)
     for n in range(len(tasks.nodes) - 1, -1, -1):
         after = 0.0
         for a in tasks.after[n]:
             if found[a] > after:
                 after = found[a]
-        travel = tasks.price[n].seconds if tasks.kind[n] == START else 0.0
-        found[n] = after + tasks.seconds[n] + travel
+        transfer = tasks.price[n].seconds if tasks.kind[n] == START else 0.0
+        found[n] = after + tasks.seconds[n] + transfer
     return found
 
 
 def _preparations(tasks: Tasks) -> set[int]:
+    """Returns the tasks of `Outline.prepares`."""
     found: set[int] = set()
     for n, kind in enumerate(tasks.kind):
         if kind == WORK and tasks.after[n] and found.issuperset(tasks.before[n]):
             found.add(n)
-    left = 0
-    while len(found) != left:  # rarely more than twice
-        left = len(found)
+    size = 0
+    while len(found) != size:  # rarely more than two rounds
+        size = len(found)
         for n in sorted(found, reverse=True):
             readers = [a for a in tasks.after[n] if tasks.after[a] or tasks.kind[a] == START]  # the end reads results
             if not readers or not all(tasks.kind[a] == START or a in found for a in readers):
@@ -238,7 +241,7 @@ def _preparations(tasks: Tasks) -> set[int]:
 
 
 def _constants(tasks: Tasks) -> set[int]:
-    """What is made of nothing, and read by more than the end."""
+    """Returns the tasks without inputs that are read by more than the end."""
     made = (n for n, kind in enumerate(tasks.kind) if kind == WORK and tasks.makes[n] >= 0)
     return {
         n for n in made if not tasks.before[n] and not tasks.reads[n] and any(tasks.after[a] for a in tasks.after[n])

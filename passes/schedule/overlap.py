@@ -1,9 +1,9 @@
-"""Orders a graph so that its collectives run while it computes.
+"""Orders a graph so that its collectives overlap with compute.
 
 A collective is started early enough, and awaited late enough, that it has ended when its result is needed; not much
-earlier and not much later, because memory is held in between. Several orders are worked out by list scheduling and
-replayed by the simulator; the fastest whose memory stays within the limit is taken. All of it reads `Prices` only,
-which are the same on every rank, so that every rank takes the same order.
+earlier and not much later, because memory is held in between. Several orders are computed by list scheduling and
+replayed by the simulator; the fastest within the memory limit is taken. All of it reads `GraphCosts` only, which are
+rank-invariant, so that every rank takes the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
@@ -21,21 +21,23 @@ from shardcompile.passes.schedule.simulator import Timeline, known_peak, simulat
 from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 
 MEMORY_LIMIT = 1.1
-"""Peak memory of a schedule, relative to that of the graph as it came."""
+"""Peak memory of a schedule, relative to that of the input graph."""
 
 SPARE_BYTES = 4 << 20
-"""What a schedule may take beyond the graph's peak memory whatever the limit: of a small graph that is no matter."""
+"""Bytes that a schedule may take beyond the graph's peak memory whatever the limit: for a small graph they do not
+matter.
+"""
 
 
 class ScheduleOverlap:
-    """Start collectives early, await them late, see the module.
+    """Starts collectives early and awaits them late, see the module.
 
-    Legal because every order that respects the graph's edges, the places of writes and the order of random ops computes
-    the same. That Inductor keeps to the order is seen to by `HoldOrder`.
+    Legal because every order that respects the graph's edges, the positions of writes and the order of random ops
+    computes the same values. `AddControlDependencies` makes Inductor keep the order.
 
     Args:
-        model: the costs; None for those of the device that the graph runs on.
-        memory_limit: peak memory that is allowed, relative to that of the graph as it came.
+        model: the cost model; None for that of the device that the graph runs on.
+        memory_limit: allowed peak memory, relative to that of the input graph.
     """
 
     name = "schedule_overlap"
@@ -50,44 +52,44 @@ class ScheduleOverlap:
     def __call__(self, graph: Graph) -> None:
         if not collectives(graph):
             return
-        prices = Prices.of(graph, self.model or CostModel.of(graph))
-        order = best_order(graph, prices, self.memory_limit)[0]
+        costs = GraphCosts.of(graph, self.model or CostModel.of(graph))
+        order = best_order(graph, costs, self.memory_limit)[0]
         for earlier, later in itertools.pairwise(order):
             earlier.append(later)
 
 
-def best_order(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT) -> tuple[list[Node], Timeline]:
-    """The fastest order that was found within the memory limit, and what it comes to; the graph's own if none is.
+def best_order(graph: Graph, costs: GraphCosts, memory_limit: float = MEMORY_LIMIT) -> tuple[list[Node], Timeline]:
+    """Returns the fastest order within the memory limit, and its timeline; the graph's own if none is better.
 
     Args:
         graph: in a valid order.
-        prices: of the graph.
+        costs: of the graph.
         memory_limit: see `ScheduleOverlap`.
     """
-    own = list(graph.nodes)
-    came = simulate(own, prices)
-    limit = byte_limit(graph, prices, memory_limit)
+    own_order = list(graph.nodes)
+    own_timeline = simulate(own_order, costs)
+    limit = byte_limit(graph, costs, memory_limit)
     edges = Edges.of(graph)
-    tasks = Tasks.of(edges, prices)
-    found = search(tasks, limit, lower_bound(graph, prices) - prices.call)
+    tasks = Tasks.of(edges, costs)
+    found = search(tasks, limit, lower_bound(graph, costs) - costs.call)
     order = nodes_in_order(edges, tasks, found.order)
-    timeline = simulate(order, prices)
+    timeline = simulate(order, costs)
     if (timeline.peak_bytes > limit, timeline.total, timeline.peak_bytes) < (
-        came.peak_bytes > limit,
-        came.total,
-        came.peak_bytes,
+        own_timeline.peak_bytes > limit,
+        own_timeline.total,
+        own_timeline.peak_bytes,
     ):
         return order, timeline
-    return own, came
+    return own_order, own_timeline
 
 
-def byte_limit(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT) -> int:
-    """The peak memory that is allowed.
+def byte_limit(graph: Graph, costs: GraphCosts, memory_limit: float = MEMORY_LIMIT) -> int:
+    """Returns the peak memory that is allowed, in bytes.
 
     Args:
         graph: in a valid order.
-        prices: of the graph.
+        costs: of the graph.
         memory_limit: see `ScheduleOverlap`.
     """
-    peak = known_peak(graph, prices)
+    peak = known_peak(graph, costs)
     return max(int(memory_limit * peak), peak + SPARE_BYTES)

@@ -1,10 +1,10 @@
-"""List scheduling of tasks: goes through time, and always takes the best task that could be next.
+"""List scheduling of tasks: goes through time and always takes the best task that could be next.
 
-Collectives start as soon as their group is free and memory allows, the most urgent first. How much memory an early
-start may take is told by a curve: by how far the compute has come, what is held if every collective starts just when it
+Collectives start as soon as their group is free and memory allows, the most urgent first. A curve states how much
+memory an early start may take: the bytes held at each position of the compute if every collective starts just when it
 is needed. A result that comes early is held from its start to its first use. It is allowed where the curve leaves room
-for it all that time, so that compute is not held up later. A payload that waits for its reduction counts too, and
-compute waits for reductions where it would go beyond the limit.
+for it all that time, so that compute is not delayed later. A payload that waits for its reduction counts too, and
+compute waits for reductions where it would exceed the limit.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardcompile.passes.schedule.outline import Outline, Plan, Schedule
+from shardcompile.passes.schedule.outline import Outline, Schedule, SchedulingPolicy
 from shardcompile.passes.schedule.simulator import Streams
 from shardcompile.passes.schedule.tasks import START, WAIT, WORK
 
-_AT_ONCE = 1e-12
+_SIMULTANEOUS = 1e-12
 
 _ROUNDING = 1e-9
-"""The relative error that sums of seconds may have."""
+"""The relative error allowed for sums of seconds."""
 
 
 class Scheduler:
@@ -31,11 +31,11 @@ class Scheduler:
 
     Args:
         outline: of the tasks.
-        plan: what is best.
+        policy: the priorities and limits.
     """
 
-    def __init__(self, outline: Outline, plan: Plan) -> None:
-        self.outline, self.plan, self.tasks = outline, plan, outline.tasks
+    def __init__(self, outline: Outline, policy: SchedulingPolicy) -> None:
+        self.outline, self.policy, self.tasks = outline, policy, outline.tasks
         tasks = self.tasks
         self.now = 0.0
         self.order: list[int] = []
@@ -45,49 +45,51 @@ class Scheduler:
         self._missing = list(outline.missing)
         self._readers = list(tasks.readers)
         self._held = self.peak = tasks.at_start
-        fillers = outline.fillers | outline.results if plan.leads else outline.results
+        fillers = outline.fillers | outline.results if policy.leads else outline.results
         self._leading = [n for n in outline.work if n not in fillers]
         self._lead_place = {n: i for i, n in enumerate(self._leading)}
-        self._first = 0  # of the tasks that lead, the first one that is left
-        self._here = self._place_of_first()  # how far the compute has come: the place of that task
-        self._oldest = 0  # of all tasks at work, where the first one that is left may be
+        self._first = 0  # the first leading task that is left
+        self._progress = self._place_of_first()  # the progress of the compute: the position of that task
+        self._oldest = 0  # a lower bound for the position of the first compute task that is left
         self._fill: list[tuple[float, int]] = []  # tasks that fill gaps
-        self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
+        self._beyond: list[tuple[int, int]] = []  # ready, but beyond the window
         self._work: list[tuple[float, int, int]] = []
-        self._unreleased: list[tuple[float, int, int]] = []  # ready, but too early, see `Plan.release`
+        self._unreleased: list[tuple[float, int, int]] = []  # ready, but not released, see `SchedulingPolicy.release`
         self._streams = Streams(tasks.link)
-        groups = list(dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream)))  # not by names: ranks have others
-        self._early: list[tuple[float, int]] = []  # collectives that grow, by the time from which they may start
+        groups = list(
+            dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream))
+        )  # not by name: names differ between ranks
+        self._early: list[tuple[float, int]] = []  # collectives that grow, by their due time
         self._growing: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
         self._shrinking: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
         self._ends: dict[int, float] = {}
         self._waits: list[tuple[float, int]] = []
-        self._freeing: list[tuple[float, int]] = []  # waits for collectives that shrink
-        self._released: set[int] = set()  # starts of which one wait has come
-        self._has_curve = not plan.leads and not math.isinf(plan.limit)
+        self._freeing: list[tuple[float, int]] = []  # waits for collectives that free memory
+        self._released: set[int] = set()  # starts of which one wait has run
+        self._has_curve = not policy.leads and not math.isinf(policy.limit)
         self._curve = outline.curve.copy() if self._has_curve else np.zeros(0, dtype=np.int64)
-        self._queued = 0  # bytes of payloads whose reduction could start
-        self._not_before: dict[int, int] = {}  # by start: the place from which memory may allow it
-        self._not_with: dict[int, tuple[int, int]] = {}  # the same, as long as no less is queued than so much
-        self._left = outline.seconds  # on the compute stream
+        self._queued = 0  # bytes of payloads of reductions that could start
+        self._not_before: dict[int, int] = {}  # by start: the position from which memory may allow it
+        self._not_with: dict[int, tuple[int, int]] = {}  # the same, while at least this many bytes are queued
+        self._left = outline.seconds  # seconds left on the compute stream
         self._busy_left = dict(outline.busy)
-        self._until = plan.until * (1 + _ROUNDING)
-        self._least = 0.0  # seconds that the schedule takes at least
+        self._until = policy.until * (1 + _ROUNDING)
+        self._least = 0.0  # lower bound of the total
 
     def run(self) -> Schedule:
-        """The schedule."""
+        """Returns the schedule."""
         prepares, leading, taken = self.outline.prepares, self._leading, self._taken
         for n, missing in enumerate(self.outline.missing):
             if not missing and n not in prepares:
-                self._sort_in(n)
+                self._enqueue(n)
         while len(self.order) < len(taken):
-            if self._least > self._until or self.peak > self.plan.most:
+            if self._least > self._until or self.peak > self.policy.most:
                 return Schedule([], self._least, self.peak, self.begins)
             if self._first < len(leading) and taken[leading[self._first]]:
-                self._move_on()
-            if self._beyond and self._beyond[0][0] < self._first + self.plan.window:
-                self._reach_further()
-            if self._start_one() or self._await_what_has_ended():
+                self._advance_first()
+            if self._beyond and self._beyond[0][0] < self._first + self.policy.window:
+                self._extend_window()
+            if self._start_one() or self._await_ended():
                 continue
             self._take(self._next_work())
         total = max([self.now, *self._ends.values()])
@@ -116,15 +118,15 @@ class Scheduler:
         self._taken[n] = True
         self._count_memory(n)
         if n in self.outline.prepares:
-            return  # nothing waited for it
+            return  # no task waited for it
         missing = self._missing
         for a in self._after[n]:
             missing[a] -= 1
             if not missing[a]:
-                self._sort_in(a)
+                self._enqueue(a)
 
     def _prepare(self, task: int) -> None:
-        """Run what is prepared for a collective, or at the end for a collective that the end does not wait for."""
+        """Runs the preparations of a collective, or at the end those of a collective that the end does not wait for."""
         for n in self.tasks.before[task]:
             if n in self.outline.prepares and not self._taken[n]:
                 self._take(n)
@@ -135,25 +137,25 @@ class Scheduler:
         self._ends[n] = end
         self._busy_left[group] -= price.seconds
         self._least = max(self._least, end + self._busy_left[group])
-        here, outline = self._here, self.outline
+        progress, outline = self._progress, self.outline
         if outline.grows[n]:
             needed = outline.first_use[n]
-            if needed > here and self._has_curve:
-                self._curve[here:needed] += self.tasks.alloc[n]
+            if needed > progress and self._has_curve:
+                self._curve[progress:needed] += self.tasks.alloc[n]
         else:
             self._queued -= outline.payload[n]
             if self._has_curve:
-                until = bisect_left(outline.clock, outline.clock[here] + end - self.now)
-                self._curve[here:until] += outline.payload[n]
+                until = bisect_left(outline.clock, outline.clock[progress] + end - self.now)
+                self._curve[progress:until] += outline.payload[n]
 
     def _count_memory(self, n: int) -> None:
-        """Count the memory."""
+        """Updates the memory that is held, and its peak."""
         tasks = self.tasks
-        alloc, made = tasks.alloc[n], tasks.makes[n]
+        alloc, output = tasks.alloc[n], tasks.makes[n]
         held = self._held + alloc
         if held > self.peak:
             self.peak = held
-        if made >= 0 and not tasks.readers[made]:
+        if output >= 0 and not tasks.readers[output]:
             held -= alloc
         kind = self._kind[n]
         if kind != START:
@@ -164,7 +166,7 @@ class Scheduler:
         self._held = held
 
     def _freed(self, read: Sequence[int]) -> int:
-        """Bytes of tensors that have been read once more, and have no more readers now."""
+        """Counts one more read of tensors, and returns the bytes of those without further readers."""
         readers, freed = self._readers, 0
         for t in read:
             readers[t] -= 1
@@ -172,13 +174,14 @@ class Scheduler:
                 freed += self.tasks.nbytes[t]
         return freed
 
-    def _sort_in(self, n: int) -> None:
+    def _enqueue(self, n: int) -> None:
+        """Puts a task that is ready into the queue of its kind."""
         tasks, outline = self.tasks, self.outline
         kind = self._kind[n]
         if kind == WORK:
-            place = self._lead_place.get(n)
-            if place is not None:
-                heapq.heappush(self._beyond, (place, n))
+            position = self._lead_place.get(n)
+            if position is not None:
+                heapq.heappush(self._beyond, (position, n))
             else:
                 heapq.heappush(self._fill, (outline.work_place[n], n))
         elif kind == WAIT:
@@ -187,57 +190,60 @@ class Scheduler:
             if not outline.grows[tasks.start_of[n]]:
                 heapq.heappush(self._freeing, item)
         elif outline.grows[n]:
-            heapq.heappush(self._early, (self.plan.due[n], n))
+            heapq.heappush(self._early, (self.policy.due[n], n))
         else:
             self._queued += outline.payload[n]
-            heapq.heappush(self._shrinking[tasks.stream[n]], (self.plan.urgency[n], n))
+            heapq.heappush(self._shrinking[tasks.stream[n]], (self.policy.urgency[n], n))
 
-    def _move_on(self) -> None:
-        """The first task that leads has been taken: look for the first one that is left."""
+    def _advance_first(self) -> None:
+        """Finds the first leading task that is left, after the first one has been taken."""
         leading, taken, first = self._leading, self._taken, self._first
         while first < len(leading) and taken[leading[first]]:
             first += 1
         self._first = first
-        self._here = self._place_of_first()
+        self._progress = self._place_of_first()
 
     def _place_of_first(self) -> int:
         outline = self.outline
         return outline.work_place[self._leading[self._first]] if self._first < len(self._leading) else len(outline.work)
 
-    def _reach_further(self) -> None:
-        reach = self._first + self.plan.window
+    def _extend_window(self) -> None:
+        """Moves the tasks that the window has reached to the queue of compute tasks."""
+        reach = self._first + self.policy.window
         while self._beyond and self._beyond[0][0] < reach:
-            place, n = heapq.heappop(self._beyond)
-            if self.plan.release is not None and self.plan.release[n] > self.now:
-                heapq.heappush(self._unreleased, (self.plan.release[n], place, n))
+            position, n = heapq.heappop(self._beyond)
+            if self.policy.release is not None and self.policy.release[n] > self.now:
+                heapq.heappush(self._unreleased, (self.policy.release[n], position, n))
             else:
-                heapq.heappush(self._work, (self.plan.rank[n], place, n))
+                heapq.heappush(self._work, (self.policy.rank[n], position, n))
 
     def _release(self) -> None:
-        while self._unreleased and self._unreleased[0][0] <= self.now + _AT_ONCE:
-            _, place, n = heapq.heappop(self._unreleased)
-            heapq.heappush(self._work, (self.plan.rank[n], place, n))
+        while self._unreleased and self._unreleased[0][0] <= self.now + _SIMULTANEOUS:
+            _, position, n = heapq.heappop(self._unreleased)
+            heapq.heappush(self._work, (self.policy.rank[n], position, n))
 
     # ----------------------------------------------------------------------------------- collectives
 
     def _start_one(self) -> bool:
-        """Start one collective whose group would be idle, and for which there is memory; whether there was one."""
+        """Starts one collective whose group would be idle, and for which there is memory; returns whether there was
+        one.
+        """
         if self._early:
             clock = self.outline.clock
-            progress = clock[min(self._here + 1, len(clock) - 1)]
+            progress = clock[min(self._progress + 1, len(clock) - 1)]
             while self._early and self._early[0][0] <= progress:
                 n = heapq.heappop(self._early)[1]
                 if not self._taken[n]:
-                    heapq.heappush(self._growing[self.tasks.stream[n]], (self.plan.urgency[n], n))
-        horizon = self.now + _AT_ONCE
-        is_sure = False  # whether the horizon has been looked for
+                    heapq.heappush(self._growing[self.tasks.stream[n]], (self.policy.urgency[n], n))
+        horizon = self.now + _SIMULTANEOUS
+        is_computed = False  # whether the horizon has been computed
         for group, growing in self._growing.items():
             shrinking = self._shrinking[group]
             if not growing and not shrinking:
                 continue
             free_at = self._streams.free_at(group)
-            if free_at >= horizon and not is_sure:
-                horizon, is_sure = max(horizon, self._horizon()), True
+            if free_at >= horizon and not is_computed:
+                horizon, is_computed = max(horizon, self._horizon()), True
             if free_at >= horizon:
                 continue
             best = self._best(growing, shrinking)
@@ -247,7 +253,7 @@ class Scheduler:
         return False
 
     def _horizon(self) -> float:
-        """When the compute next has nothing to do or waits. What could start later than that is decided then."""
+        """Returns when the compute next is idle or waits. Collectives that could only start later are decided then."""
         while self._work and self._taken[self._work[0][2]]:
             heapq.heappop(self._work)
         if self._work:
@@ -261,7 +267,7 @@ class Scheduler:
         return self.now if wait is None else max(self.now, self._waits[0][0]) + self.tasks.seconds[wait]
 
     def _best(self, growing: list[tuple[float, int]], shrinking: list[tuple[float, int]]) -> int | None:
-        """The more urgent of the two at the front. The first counts only if there is memory for it."""
+        """Returns the more urgent of the two front collectives; one that grows only if there is memory for it."""
         for heap in (growing, shrinking):
             while heap and self._taken[heap[0][1]]:
                 heapq.heappop(heap)
@@ -272,32 +278,32 @@ class Scheduler:
         return heapq.heappop(growing)[1] if growing and self._fits(growing[0][1]) else None
 
     def _fits(self, n: int) -> bool:
-        """Whether a result may be held from now to its first use."""
-        here, needed = self._here, self.outline.first_use[n]
-        if needed <= here or math.isinf(self.plan.limit):
+        """Whether the result of a collective may be held from now to its first use."""
+        progress, needed = self._progress, self.outline.first_use[n]
+        if needed <= progress or math.isinf(self.policy.limit):
             return True
-        if self.plan.leads:  # not in the order that the curve is of
-            return self._held + self.tasks.alloc[n] <= self.plan.limit
-        if here < self._not_before.get(n, 0):
+        if self.policy.leads:  # the compute does not follow the order of the curve
+            return self._held + self.tasks.alloc[n] <= self.policy.limit
+        if progress < self._not_before.get(n, 0):
             return False
         until, queued = self._not_with.get(n, (0, 0))
-        if here < until and queued <= self._queued:
-            return False  # as before: there is less room now than there was, if anything
-        room = self.plan.limit - self.tasks.alloc[n]
-        curve = self._curve[here:needed]
+        if progress < until and queued <= self._queued:
+            return False  # as before: the room has not grown since
+        room = self.policy.limit - self.tasks.alloc[n]
+        curve = self._curve[progress:needed]
         most = curve.max()
         if most > room:
-            self._not_before[n] = here + int(np.flatnonzero(curve > room)[-1]) + 1
+            self._not_before[n] = progress + int(np.flatnonzero(curve > room)[-1]) + 1
             return False
         if most + self._queued > room:
-            self._not_with[n] = here + int(np.flatnonzero(curve > room - self._queued)[-1]) + 1, self._queued
+            self._not_with[n] = progress + int(np.flatnonzero(curve > room - self._queued)[-1]) + 1, self._queued
             return False
         return True
 
     # ------------------------------------------------------------------------------------------ work
 
-    def _await_what_has_ended(self) -> bool:
-        """Await one collective that has ended; whether there was one. It holds memory until then."""
+    def _await_ended(self) -> bool:
+        """Awaits one collective that has ended, since it holds memory until then; returns whether there was one."""
         while self._waits and self._taken[self._waits[0][1]]:
             heapq.heappop(self._waits)
         if not self._waits or self._waits[0][0] > self.now:
@@ -306,8 +312,8 @@ class Scheduler:
         return True
 
     def _next_work(self) -> int:
-        """The best task on the compute stream that is ready. Where memory is scarce, one that frees some, or the
-        first one left.
+        """Returns the best compute task that is ready; where memory is scarce, one that frees some, or the first one
+        left.
         """
         self._release()
         while self._work and self._taken[self._work[0][2]]:
@@ -315,7 +321,7 @@ class Scheduler:
         while self._fill and self._taken[self._fill[0][1]]:
             heapq.heappop(self._fill)
         best = self._work[0][2] if self._work else None
-        if best is not None and self._held + self.tasks.alloc[best] <= self.plan.limit:
+        if best is not None and self._held + self.tasks.alloc[best] <= self.policy.limit:
             return best
         if self._fill:
             return self._fill[0][1]
@@ -331,11 +337,11 @@ class Scheduler:
         return self._blocking() if self._missing[first] else first
 
     def _ends_first(self, release: float) -> bool:
-        """Whether a collective ends before a time."""
+        """Whether a collective ends before a release time."""
         return self._front(self._waits) is not None and self._waits[0][0] < release
 
     def _frees_memory(self) -> int | None:
-        """A reduction to start or to await."""
+        """Returns a reduction to start or to await, or None."""
         while self._freeing and self._taken[self._freeing[0][1]]:
             heapq.heappop(self._freeing)
         for heap in self._shrinking.values():
@@ -346,20 +352,21 @@ class Scheduler:
         return self._freeing[0][1] if self._freeing else None
 
     def _blocking(self) -> int:
-        """A collective to start or to await, so that the first task at work that is left can go on.
+        """Returns a collective to start or to await, so that the first compute task that is left can run.
 
-        Of those that run, the one that ends first is awaited, whoever needs it: what it holds up may be next.
+        Of the running collectives, the one that ends first is awaited, whoever needs it: a task that waits for it may
+        be next.
         """
         starts = self._starts_before(self._goal())
         if starts:
-            return min(starts, key=lambda n: (self.plan.urgency[n], n))
+            return min(starts, key=lambda n: (self.policy.urgency[n], n))
         while self._waits and self._taken[self._waits[0][1]]:
             heapq.heappop(self._waits)
-        assert self._waits, "tasks whose first one at work is held up by nothing that runs close a circle"
+        assert self._waits, "the tasks have a cycle: nothing that runs delays the first one that is left"
         return self._waits[0][1]
 
     def _goal(self) -> int:
-        """The first task that is left, of those that lead if there is one."""
+        """Returns the first task that is left, preferring leading ones."""
         if self._first < len(self._leading):
             return self._leading[self._first]
         work = self.outline.work
@@ -368,13 +375,14 @@ class Scheduler:
         return work[self._oldest]
 
     def _front(self, heap: list[tuple[float, int]]) -> int | None:
+        """Returns the front task of a heap that is not taken yet, or None."""
         while heap and self._taken[heap[0][1]]:
             heapq.heappop(heap)
         return heap[0][1] if heap else None
 
     def _starts_before(self, n: int) -> list[int]:
-        """The collectives that could be started, and that a task needs."""
-        if n == self.outline.work[-1] and not self.tasks.after[n]:  # the end needs all: look no further than the heaps
+        """Returns the collectives that could be started and that a task needs."""
+        if n == self.outline.work[-1] and not self.tasks.after[n]:  # the end needs all: the heaps hold the candidates
             heaps = (self._early, *self._growing.values(), *self._shrinking.values())
             return [h for heap in heaps if (h := self._front(heap)) is not None]
         pending, seen, starts = [n], {n}, []

@@ -1,4 +1,4 @@
-"""The best of several schedules within a limit of memory."""
+"""Searches for the best of several list schedules within a memory limit."""
 
 from __future__ import annotations
 
@@ -6,44 +6,43 @@ import heapq
 import math
 from dataclasses import replace
 
-from shardcompile.passes.schedule.outline import Outline, Plan, Schedule
+from shardcompile.passes.schedule.outline import Outline, Schedule, SchedulingPolicy
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.tasks import START, Tasks
 
 EARLINESS = (math.inf, 1.0)
-"""How much earlier a collective is started than just in time, in multiples of the time that it takes."""
+"""How much earlier than just in time a collective is started, in multiples of its own time."""
 
-EARLINESS_OF_LEADING = (2.0, 8.0, 32.0)
-"""The same where fillers are left for gaps: the compute gets further ahead then, in its order."""
+LEADING_EARLINESS = (2.0, 8.0, 32.0)
+"""The same where fillers are left for gaps: the compute then gets further ahead of its order."""
 
 WINDOWS = (4, 16, 64, 256)
-"""How far tasks may overtake others, in places of the original order, where the compute is reordered as well."""
+"""How far tasks may overtake others, in positions of the original order, where the compute is reordered as well."""
 
 JUSTIFICATIONS = 3
 """How often the best schedule is justified at most (see `search`)."""
 
-AHEAD = (math.inf, 0.1, 0.01)
-"""How much earlier than in the justified schedule work may be done that takes memory, in multiples of its time."""
+RELEASE_LEADS = (math.inf, 0.1, 0.01)
+"""How much earlier than in the justified schedule memory-allocating work may run, as a fraction of its total time."""
 
 QUICK_WINDOW, QUICK_EARLINESS = 16, 8.0
-"""Those of them that are taken where a few attempts have to do."""
+"""The window and the earliness that are taken where only a few attempts are made."""
 
 NARROWER = (1.0, 0.985, 0.96, 0.9)
-"""The limit that a scheduler is given, relative to the real one: what it decides early can take more than the curve
-says.
-"""
+"""Limits for the scheduler, relative to the real one: early decisions can take more memory than the curve says."""
 
 CLOSE = 1e-3
-"""A schedule so close to the bound, relative to it, ends the search."""
+"""A schedule whose time exceeds the bound by no more than this fraction ends the search."""
 
 
 def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
-    """The fastest schedule that was found within a limit of memory; if none is within it, the one with least memory.
+    """Returns the fastest schedule found within the memory limit; if none is within it, the one of least memory.
 
-    First the compute keeps its order. Then it is reordered within windows, the longest path first; tasks that no later
-    one waits for fill gaps, or do not. At last schedules are justified: such of the longest path first that know no
-    limit, and the best. All tasks are put as late as they could be without anything ending later, and those that had to
-    be first are taken first (Valls, Ballestin, Quintanilla, "Justification and RCPSP: a technique that pays", 2005).
+    First the compute keeps its order. Then it is reordered within windows, by the longest path first; tasks that no
+    later one waits for fill gaps, or do not. Last, schedules are justified: those by the longest path first that ignore
+    the limit, and the best one. All tasks are shifted as late as they could be without anything ending later, and those
+    that had to be first are taken first (Valls, Ballestin, Quintanilla, "Justification and RCPSP: a technique that
+    pays", 2005).
 
     Args:
         tasks: of a graph.
@@ -52,75 +51,75 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     """
     finder = _Finder(Outline(tasks), limit, bound)
     outline = finder.outline
-    place, needed = _places(tasks), _needed(outline)
+    place, needed = _positions(tasks), _first_uses(outline)
     for earliness in EARLINESS:
-        finder.attempt(Plan(place, needed, due_times(outline, earliness), 1, limit))
+        finder.attempt(SchedulingPolicy(place, needed, due_times(outline, earliness), 1, limit))
     urgent = [-tail for tail in outline.tails]
-    for leads, levels in ((True, EARLINESS_OF_LEADING), (False, EARLINESS[:1])):
+    for leads, levels in ((True, LEADING_EARLINESS), (False, EARLINESS[:1])):
         for earliness in levels:
-            finder.widen(Plan(urgent, needed, due_times(outline, earliness), 1, limit, leads))
-    free = Plan(urgent, needed, due_times(outline, math.inf), len(tasks.nodes), math.inf)
+            finder.widen(SchedulingPolicy(urgent, needed, due_times(outline, earliness), 1, limit, leads))
+    free = SchedulingPolicy(urgent, needed, due_times(outline, math.inf), len(tasks.nodes), math.inf)
     for leads in (False, True):
         if not finder.done:
-            plan = replace(free, leads=leads)
-            finder.justify(plan, Scheduler(outline, plan).run())
+            policy = replace(free, leads=leads)
+            finder.justify(policy, Scheduler(outline, policy).run())
     for _ in range(JUSTIFICATIONS):
-        if finder.done or not finder.justify(finder.plan, finder.best):
+        if finder.done or not finder.justify(finder.policy, finder.best):
             break
     return finder.best
 
 
 class _Finder:
-    """Keeps the best schedule."""
+    """Makes schedules and keeps the best one."""
 
     def __init__(self, outline: Outline, limit: float, bound: float) -> None:
         self.outline, self.limit, self.bound = outline, limit, bound
-        self.plan = Plan([], [], [], 1, limit)
+        self.policy = SchedulingPolicy([], [], [], 1, limit)
         self.best = Schedule([], math.inf, 0, [])
 
     @property
     def done(self) -> bool:
-        """Whether it is close enough to the bound."""
+        """Whether the best schedule is within the limit and close enough to the bound."""
         return self.best.peak_bytes <= self.limit and self.best.total <= self.bound * (1 + CLOSE)
 
-    def attempt(self, plan: Plan) -> bool:
-        """Schedule by a plan, with less memory where it takes too much; whether that is the best so far."""
+    def attempt(self, policy: SchedulingPolicy) -> bool:
+        """Schedules by a policy, with less memory where it exceeds the limit; returns whether it is the best so far."""
         if self.done:
             return False
-        found = self._within(plan)
+        found = self._schedule_within_limit(policy)
         if self.best.order and self._score(found) >= self._score(self.best):
             return False
-        self.best, self.plan = found, plan
+        self.best, self.policy = found, policy
         return True
 
-    def _within(self, plan: Plan) -> Schedule:
-        # What takes longer than the best one is none, if that keeps to the limit.
+    def _schedule_within_limit(self, policy: SchedulingPolicy) -> Schedule:
+        # Where the best one keeps to the limit, a slower schedule is no candidate.
         until = self.best.total if self.best.order and self.best.peak_bytes <= self.limit else math.inf
         for share in NARROWER:
-            found = Scheduler(self.outline, replace(plan, limit=self.limit * share, until=until)).run()
+            found = Scheduler(self.outline, replace(policy, limit=self.limit * share, until=until)).run()
             if found.peak_bytes <= self.limit or (self.best.order and found.total >= self.best.total):
                 break  # with less memory it would be no faster
         return found
 
-    def widen(self, plan: Plan) -> None:
-        """Try windows, from the narrowest to where it gets no better, and one between the last two."""
+    def widen(self, policy: SchedulingPolicy) -> None:
+        """Tries windows, from the narrowest on until the schedule gets no better, and one between the last two."""
         best = 0
         for window in WINDOWS:
-            if self.attempt(replace(plan, window=window)):
+            if self.attempt(replace(policy, window=window)):
                 best = window
             elif best:
                 break
         if best:
-            self.attempt(replace(plan, window=2 * best))
+            self.attempt(replace(policy, window=2 * best))
 
-    def justify(self, plan: Plan, found: Schedule) -> bool:
-        """Schedule by the latest times of a schedule, which a plan has led to; whether that is the best so far."""
+    def justify(self, policy: SchedulingPolicy, found: Schedule) -> bool:
+        """Schedules by the latest times of a schedule that a policy led to; returns whether that is the best so far."""
         late, takes = latest(self.outline.tasks, found), self.outline.takes
-        plan = replace(plan, rank=late, urgency=late, window=len(late), limit=self.limit)
+        policy = replace(policy, rank=late, urgency=late, window=len(late), limit=self.limit)
         best = False
-        for ahead in AHEAD:
-            release = [t - ahead * found.total if takes[n] else -math.inf for n, t in enumerate(late)]
-            best |= self.attempt(replace(plan, release=release))
+        for lead in RELEASE_LEADS:
+            release = [t - lead * found.total if takes[n] else -math.inf for n, t in enumerate(late)]
+            best |= self.attempt(replace(policy, release=release))
         return best
 
     def _score(self, found: Schedule) -> tuple[float, float, float]:
@@ -128,27 +127,27 @@ class _Finder:
         return over, found.total, found.peak_bytes
 
 
-def quick_plans(outline: Outline, limit: float) -> list[Plan]:
-    """A few plans that tell graphs apart: the compute in its order, and the longest path first.
+def quick_policies(outline: Outline, limit: float) -> list[SchedulingPolicy]:
+    """Returns a few policies to compare graphs by: the compute in its order, and the longest path first.
 
     Args:
         outline: of the tasks.
         limit: bytes.
     """
-    return [quick_plan(outline, limit, longest_first) for longest_first in (False, True)]
+    return [quick_policy(outline, limit, longest_first) for longest_first in (False, True)]
 
 
-def quick_plan(outline: Outline, limit: float, longest_first: bool) -> Plan:
-    """One of `quick_plans`."""
-    needed = _needed(outline)
+def quick_policy(outline: Outline, limit: float, longest_first: bool) -> SchedulingPolicy:
+    """Returns one of `quick_policies`."""
+    needed = _first_uses(outline)
     if not longest_first:
-        return Plan(_places(outline.tasks), needed, due_times(outline, math.inf), 1, limit)
+        return SchedulingPolicy(_positions(outline.tasks), needed, due_times(outline, math.inf), 1, limit)
     urgent = [-tail for tail in outline.tails]
-    return Plan(urgent, needed, due_times(outline, QUICK_EARLINESS), QUICK_WINDOW, limit, leads=True)
+    return SchedulingPolicy(urgent, needed, due_times(outline, QUICK_EARLINESS), QUICK_WINDOW, limit, leads=True)
 
 
 def due_times(outline: Outline, earliness: float) -> list[float]:
-    """By task: how far the compute has to have come before it may start, if it is a collective that grows.
+    """Returns, for each collective that grows, the time of the compute before which it may not start.
 
     Args:
         outline: of the tasks.
@@ -161,11 +160,11 @@ def due_times(outline: Outline, earliness: float) -> list[float]:
     return due
 
 
-def _places(tasks: Tasks) -> list[float]:
+def _positions(tasks: Tasks) -> list[float]:
     return [float(n) for n in range(len(tasks.nodes))]
 
 
-def _needed(outline: Outline) -> list[float]:
+def _first_uses(outline: Outline) -> list[float]:
     needed = [0.0] * len(outline.tasks.nodes)
     for start, place in outline.first_use.items():
         needed[start] = float(place)
@@ -173,20 +172,21 @@ def _needed(outline: Outline) -> list[float]:
 
 
 def latest(tasks: Tasks, schedule: Schedule) -> list[float]:
-    """By task: when it would begin if all were put as late as they could be, nothing ending later than the schedule.
+    """Returns, for each task, when it would begin if all tasks were as late as possible.
 
-    Goes back through time, and takes what may end last. Compute and collectives may get another order by that: what a
-    collective waits for comes before work that a later one waits for.
+    Nothing ends later than in the schedule. The pass over the tasks goes back through time and takes the task that may
+    end last. The order of compute and collectives may change: what a collective waits for comes before work that a
+    later one waits for.
 
     Args:
         tasks: of a graph.
         schedule: of them.
     """
     found = [0.0] * len(tasks.nodes)
-    place = {n: i for i, n in enumerate(schedule.order)}
+    position = {n: i for i, n in enumerate(schedule.order)}
     until = [schedule.total] * len(tasks.nodes)
     left = [len(after) for after in tasks.after]
-    ready = [(-schedule.total, -place[n], n) for n, count in enumerate(left) if not count]
+    ready = [(-schedule.total, -position[n], n) for n, count in enumerate(left) if not count]
     heapq.heapify(ready)
     compute = schedule.total
     groups = dict.fromkeys(tasks.stream.values(), schedule.total)
@@ -202,5 +202,5 @@ def latest(tasks: Tasks, schedule: Schedule) -> list[float]:
             until[b] = min(until[b], found[n])
             left[b] -= 1
             if not left[b]:
-                heapq.heappush(ready, (-until[b], -place[b], b))
+                heapq.heappush(ready, (-until[b], -position[b], b))
     return found

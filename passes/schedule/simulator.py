@@ -1,10 +1,10 @@
-"""Replays a schedule: one stream for compute, one for each group's collectives.
+"""Replays a schedule on one stream for compute and one stream for the collectives of each group.
 
-Nodes run in the order given. A collective starts when the compute stream has reached it and its group's stream is
-free; a wait holds up the compute stream until its collective has ended. What a collective packs and unpacks is compute.
+Nodes run in the given order. A collective starts when the compute stream has reached it and the stream of its group is
+free; a wait blocks the compute stream until its collective has ended. Packing and unpacking of a collective is compute.
 Groups that use the same link take turns on it, in the order in which they start: while one transfers, the latency of
 another passes, but not its transfer. Two that would share a link's bandwidth end together when the second of these
-does. What is not modelled: kernels that a running collective slows down, and ranks that arrive late.
+does. Not modelled: the slowdown of kernels by a running collective, and ranks that arrive late.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cost.model import Prices
+from shardcompile.passes.cost.model import GraphCosts
 
 COMPUTE = "compute"
 """The stream of everything but collectives."""
 
 
 class Event(NamedTuple):
-    """A node at work. Times in seconds since the start; nodes that take no time have no event."""
+    """A node on a stream. Times in seconds from the start; nodes that take no time have no event."""
 
     node: Node
     stream: str
@@ -32,15 +32,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The outcome of a schedule. Times in seconds, memory in bytes.
+    """The result of a replay. Times in seconds, memory in bytes.
 
     Attributes:
-        total: until everything has ended, collectives that nobody waits for included.
-        compute: the compute stream's work, and what the call of the graph takes before it.
-        communication: by group, its stream's work.
-        exposed: how long the compute stream has nothing to do.
-        stalls: by collective, how long the compute stream waits for it.
-        peak_bytes: the most memory at any time, inputs included, which are never freed.
+        total: until everything has ended, collectives that are never awaited included.
+        compute: work on the compute stream, and the time before the first node.
+        communication: by group: work on its stream.
+        exposed: idle time of the compute stream.
+        stalls: by collective: how long the compute stream waits for it.
+        peak_bytes: peak memory, inputs included, which are never freed.
         events: in the order in which nodes are reached.
     """
 
@@ -53,21 +53,21 @@ class Timeline:
     events: Sequence[Event]
 
 
-def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
-    """Replay a schedule.
+def simulate(order: Sequence[Node], costs: GraphCosts) -> Timeline:
+    """Replays a schedule.
 
     Args:
         order: all nodes of a graph, each after its inputs.
-        prices: of that graph.
+        costs: of that graph.
     """
-    _check_order(order, prices)
-    seconds, group, awaits, packing = prices.seconds, prices.group, prices.awaits, prices.packing
+    _check_order(order, costs)
+    seconds, group, awaits, packing = costs.seconds, costs.group, costs.awaits, costs.packing
     events: list[Event] = []
-    streams = Streams(prices.link)
+    streams = Streams(costs.link)
     communication: dict[str, float] = {}
     ended: dict[Node, float] = {}
     stalls: dict[Node, float] = {}
-    now = compute = prices.call
+    now = compute = costs.call
     for node in order:
         took = seconds[node]
         stream = group.get(node)
@@ -81,18 +81,18 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
             events.append(Event(node, COMPUTE, now, now + copying))
             now, compute = now + copying, compute + copying
         if stream is not None:
-            start, ended[node] = streams.run(stream, now, prices.latency.get(node, 0.0), took)
+            start, ended[node] = streams.run(stream, now, costs.latency.get(node, 0.0), took)
             communication[stream] = communication.get(stream, 0.0) + took
             events.append(Event(node, stream, start, ended[node]))
     total = max([now, *ended.values()])
-    return Timeline(total, compute, communication, total - compute, stalls, peak_memory(order, prices), events)
+    return Timeline(total, compute, communication, total - compute, stalls, peak_memory(order, costs), events)
 
 
 class Streams:
-    """When collectives run: one at a time of each group, and one transfer at a time on each link.
+    """Times of collectives: one at a time for each group, and one transfer at a time on each link.
 
     Args:
-        link: by group, the name of its link; a group that is left out has one for itself.
+        link: by group: the name of its link; a group that is left out has a link of its own.
     """
 
     def __init__(self, link: Mapping[str, str]) -> None:
@@ -101,16 +101,16 @@ class Streams:
         self._link_free_at: dict[str, float] = {}
 
     def free_at(self, group: str) -> float:
-        """When a group could start its next collective."""
+        """Returns when a group can start its next collective."""
         return self._free_at.get(group, 0.0)
 
     def run(self, group: str, now: float, latency: float, seconds: float) -> tuple[float, float]:
-        """Start a collective; returns its start and its end.
+        """Runs a collective; returns its start and its end.
 
         Args:
             group: that it runs on.
             now: before which it does not start.
-            latency: the part of its seconds in which it uses no link.
+            latency: the part of its seconds in which it does not use the link.
             seconds: that it takes alone.
         """
         link = self._link.get(group, "")
@@ -125,56 +125,56 @@ class Streams:
         return start, end
 
 
-def _check_order(order: Sequence[Node], prices: Prices) -> None:
+def _check_order(order: Sequence[Node], costs: GraphCosts) -> None:
     seen: set[Node] = set()
     for node in order:
-        assert seen.issuperset(prices.inputs[node]), f"{node} stands before one of its inputs"
+        assert seen.issuperset(costs.inputs[node]), f"{node} is placed before one of its inputs"
         seen.add(node)
-    assert len(seen) == len(order) == len(prices.inputs), "the order has to hold each node of the graph once"
+    assert len(seen) == len(order) == len(costs.inputs), "the order has to hold each node of the graph once"
 
 
-def peak_memory(order: Sequence[Node], prices: Prices) -> int:
-    """The most bytes that are held at any time.
+def peak_memory(order: Sequence[Node], costs: GraphCosts) -> int:
+    """Returns the peak memory in bytes.
 
-    A tensor is held from the node that makes it to the last node that reads it or one of its views. A collective's
+    A tensor is held from the node that allocates it to the last node that reads it or one of its views. A collective's
     payload is held until the collective is first awaited (to the last node, if it never is). Inputs are held
-    throughout, but for what the forward pass has saved for the backward pass (`Prices.freed`).
+    throughout, except those that the forward pass has saved for the backward pass (`GraphCosts.freed`).
 
     Args:
         order: all nodes of a graph, each after its inputs.
-        prices: of that graph.
+        costs: of that graph.
     """
-    last = _last_uses(order, prices)
+    last = _last_uses(order, costs)
     freed = [0] * (len(order) + 1)
     held = peak = 0
     for i, node in enumerate(order):
-        nbytes = prices.nbytes[node]
+        nbytes = costs.nbytes[node]
         if nbytes:
             held += nbytes
-            if node.op != "placeholder" or node in prices.freed:
+            if node.op != "placeholder" or node in costs.freed:
                 freed[last[node]] += nbytes
         peak = max(peak, held)
         held -= freed[i]
     return peak
 
 
-def known_peak(graph: Graph, prices: Prices) -> int:
-    """`peak_memory` of a graph as the first pass found it. Later passes are measured by the same number.
+def known_peak(graph: Graph, costs: GraphCosts) -> int:
+    """Returns the `peak_memory` of a graph when it was first asked for. Later passes are limited by the same number.
 
     Args:
         graph: in a valid order.
-        prices: of the graph.
+        costs: of the graph.
     """
     (output,) = (n for n in reversed(graph.nodes) if n.op == "output")
-    return int(output.meta.setdefault(_PEAK, peak_memory(list(graph.nodes), prices)))
+    return int(output.meta.setdefault(_PEAK, peak_memory(list(graph.nodes), costs)))
 
 
 _PEAK = "shardcompile_peak_bytes"
 
 
-def _last_uses(order: Sequence[Node], prices: Prices) -> dict[Node, int]:
-    """By node that allocates: where in the order its memory is used last."""
-    storage, awaits, group = prices.storage, prices.awaits, prices.group
+def _last_uses(order: Sequence[Node], costs: GraphCosts) -> dict[Node, int]:
+    """Returns, for each allocating node, the position in the order of the last use of its memory."""
+    storage, awaits, group = costs.storage, costs.awaits, costs.group
     last: dict[Node, int] = {}
     running = {node: len(order) - 1 for node in group}
     for i in range(len(order) - 1, -1, -1):  # from the end: the first wait is the last one seen
@@ -183,14 +183,14 @@ def _last_uses(order: Sequence[Node], prices: Prices) -> dict[Node, int]:
     for i, node in enumerate(order):
         last[storage[node]] = max(i, last.get(storage[node], 0))
         until = running.get(node, i)
-        for x in prices.inputs[node]:
+        for x in costs.inputs[node]:
             base = storage[x]
             last[base] = max(until, last.get(base, 0))
     return last
 
 
 class Bar(NamedTuple):
-    """What a Chrome trace shows as one bar. Times in seconds."""
+    """A bar of a Chrome trace. Times in seconds."""
 
     name: str
     category: str
@@ -201,23 +201,25 @@ class Bar(NamedTuple):
 
 
 def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Iterable[Bar]) -> list[dict[str, Any]]:
-    """The events of one process of a Chrome trace: times in microseconds, rounded to the nanosecond, as it keeps them.
+    """Returns the events of one process of a Chrome trace.
+
+    Times are in microseconds, rounded to the nanosecond, as the format keeps them.
 
     Args:
         process: its number.
         name: of the process.
-        streams: what their threads are called, from top to bottom.
+        streams: titles of its threads, from top to bottom.
         bars: on these streams.
     """
     thread = {stream: i for i, stream in enumerate(streams)}
 
-    def said(kind: str, tid: int, **args: object) -> dict[str, object]:
+    def metadata(kind: str, tid: int, **args: object) -> dict[str, object]:
         return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
 
-    described = [said("process_name", 0, name=name), said("process_sort_index", 0, sort_index=process)]
+    described = [metadata("process_name", 0, name=name), metadata("process_sort_index", 0, sort_index=process)]
     for stream, title in streams.items():
-        described.append(said("thread_name", thread[stream], name=title))
-        described.append(said("thread_sort_index", thread[stream], sort_index=thread[stream]))
+        described.append(metadata("thread_name", thread[stream], name=title))
+        described.append(metadata("thread_sort_index", thread[stream], sort_index=thread[stream]))
     events = []
     for bar in bars:
         start, end = round(bar.start * 1e9), round(bar.end * 1e9)
@@ -227,7 +229,7 @@ def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Ite
 
 
 def perfetto(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show."""
+    """Returns a timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show."""
     streams = {COMPUTE: COMPUTE} | {group: f"group {group}" for group in timeline.communication}
     bars = (
         Bar(

@@ -1,8 +1,8 @@
-"""A graph for the search of schedules: only what takes time or memory, by index.
+"""The tasks of a graph for the search of schedules: only nodes that take time or memory, by index.
 
-Nodes that take neither (views, parts of results, sizes) are left out; what depends on one depends on what it depends
-on. `nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many ways to
-put them into buckets can be tried.
+Other nodes (views, parts of results, sizes) are left out; what depends on one depends on its dependencies.
+`nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many divisions
+into buckets can be tried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from shardcompile.machines import Price
-from shardcompile.passes.cost.model import Prices, computes_nothing
+from shardcompile.passes.cost.model import GraphCosts, computes_nothing
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.edges import Edges
 
@@ -23,26 +23,26 @@ WORK, START, WAIT = range(3)
 
 @dataclass
 class Tasks:
-    """Tasks by index, in a valid order, and the tensors that they make and read, by index as well.
+    """Tasks by index, in a valid order, and the tensors that they allocate and read, by index as well.
 
     Attributes:
-        nodes: by task: the node; of a bucket that of its last member.
+        nodes: by task: the node; for a bucket that of its last member.
         kind: by task: `WORK` on the compute stream, `START` of a collective, or `WAIT` for one.
-        idle: by task: whether it is a view or an allocation, which nothing needs before what reads it.
-        seconds: by task: on the compute stream. Of a start what it packs, of a wait what it unpacks.
-        before: by task: those that it must follow.
-        after: by task: those that must follow it.
+        idle: by task: whether it is a view or an allocation, which is not needed before its first reader.
+        seconds: by task: on the compute stream; of a start what it packs, of a wait what it unpacks.
+        before: by task: the tasks that it must follow.
+        after: by task: the tasks that must follow it.
         alloc: by task: bytes that it allocates.
         makes: by task: the tensor that it allocates, or -1.
         reads: by task: the tensors that it reads. Those of a start are held until its first wait.
         nbytes: by tensor.
-        readers: by tensor: how many tasks read it.
+        readers: by tensor: the number of tasks that read it.
         start_of: by wait: the collective that it completes.
         stream: by start: its group.
-        price: by start.
-        link: by group, see `Prices`.
+        price: by start: its cost.
+        link: by group, see `GraphCosts`.
         fixed: bytes of the inputs that are never freed.
-        saved: the tensors that are there from the start, and freed after their last use.
+        saved: the tensors that exist from the start and are freed after their last use.
         awaited: the starts that have a wait.
     """
 
@@ -65,47 +65,47 @@ class Tasks:
     saved: list[int] = field(default_factory=list)
 
     @staticmethod
-    def of(edges: Edges, prices: Prices) -> Tasks:
-        """The tasks of a graph."""
-        tasks = Tasks(link=prices.link)
-        number: dict[Node, int] = {}
-        behind: dict[Node, set[int]] = {}  # of nodes that are no tasks: the tasks that they follow
+    def of(edges: Edges, costs: GraphCosts) -> Tasks:
+        """Returns the tasks of a graph."""
+        tasks = Tasks(link=costs.link)
+        index: dict[Node, int] = {}
+        required: dict[Node, set[int]] = {}  # by node that is no task: the tasks that it follows
         tensor: dict[Node, int] = {}
         for node in edges.order:
             if node.op == "placeholder":
-                behind[node] = set()
-                if node in prices.freed and prices.nbytes[node]:
-                    tensor[node] = tasks._tensor(prices.nbytes[node])
+                required[node] = set()
+                if node in costs.freed and costs.nbytes[node]:
+                    tensor[node] = tasks._add_tensor(costs.nbytes[node])
                     tasks.saved.append(tensor[node])
                 else:
-                    tasks.fixed += prices.nbytes[node]
+                    tasks.fixed += costs.nbytes[node]
                 continue
             before: set[int] = set()
             for b in edges.before[node]:
-                if b in number:
-                    before.add(number[b])
+                if b in index:
+                    before.add(index[b])
                 else:
-                    before |= behind[b]
-            if not _is_task(node, prices):
-                behind[node] = before
+                    before |= required[b]
+            if not _is_task(node, costs):
+                required[node] = before
                 continue
-            number[node] = tasks._add(node, sorted(before), prices, number)
-            if prices.nbytes[node]:
-                tensor[node] = tasks._made(number[node], prices.nbytes[node])
-            read = dict.fromkeys(tensor[b] for x in prices.inputs[node] if (b := prices.storage[x]) in tensor)
+            index[node] = tasks._add(node, sorted(before), costs, index)
+            if costs.nbytes[node]:
+                tensor[node] = tasks._allocate(index[node], costs.nbytes[node])
+            read = dict.fromkeys(tensor[b] for x in costs.inputs[node] if (b := costs.storage[x]) in tensor)
             tasks.reads[-1] = list(read)
             for t in read:
                 tasks.readers[t] += 1
-        tasks.saved = [t for t in tasks.saved if tasks.readers[t]]  # what nothing reads is freed before the first task
+        tasks.saved = [t for t in tasks.saved if tasks.readers[t]]  # unread ones are freed before the first task
         return tasks
 
-    def _add(self, node: Node, before: list[int], prices: Prices, number: Mapping[Node, int]) -> int:
+    def _add(self, node: Node, before: list[int], costs: GraphCosts, index: Mapping[Node, int]) -> int:
         n = len(self.nodes)
         self.nodes.append(node)
-        is_start = node in prices.group
-        self.kind.append(START if is_start else WAIT if node in prices.awaits else WORK)
+        is_start = node in costs.group
+        self.kind.append(START if is_start else WAIT if node in costs.awaits else WORK)
         self.idle.append(computes_nothing(node))
-        self.seconds.append(prices.packing.get(node, 0.0) if is_start else prices.seconds[node])
+        self.seconds.append(costs.packing.get(node, 0.0) if is_start else costs.seconds[node])
         self.before.append(before)
         self.after.append([])
         for b in before:
@@ -114,18 +114,18 @@ class Tasks:
         self.makes.append(-1)
         self.reads.append([])
         if is_start:
-            latency = prices.latency.get(node, 0.0)
-            self.stream[n] = prices.group[node]
-            self.price[n] = Price(latency, prices.seconds[node] - latency)
-        elif node in prices.awaits:
-            self.start_of[n] = number[prices.awaits[node]]
+            latency = costs.latency.get(node, 0.0)
+            self.stream[n] = costs.group[node]
+            self.price[n] = Price(latency, costs.seconds[node] - latency)
+        elif node in costs.awaits:
+            self.start_of[n] = index[costs.awaits[node]]
         return n
 
-    def _made(self, task: int, nbytes: int) -> int:
-        self.makes[task], self.alloc[task] = self._tensor(nbytes), nbytes
+    def _allocate(self, task: int, nbytes: int) -> int:
+        self.makes[task], self.alloc[task] = self._add_tensor(nbytes), nbytes
         return self.makes[task]
 
-    def _tensor(self, nbytes: int) -> int:
+    def _add_tensor(self, nbytes: int) -> int:
         self.nbytes.append(nbytes)
         self.readers.append(0)
         return len(self.nbytes) - 1
@@ -140,18 +140,18 @@ class Tasks:
         return set(self.start_of.values())
 
     def last_reads(self, task: int) -> int:
-        """Bytes of what nothing else reads."""
+        """Returns the bytes of the tensors that only this task reads."""
         return sum(self.nbytes[t] for t in self.reads[task] if self.readers[t] == 1)
 
     def payload_bytes(self, start: int) -> int:
-        """Bytes that a collective holds besides its result, until it is awaited."""
+        """Returns the bytes that a collective holds besides its result, until it is awaited."""
         return sum(self.nbytes[t] for t in self.reads[start])
 
     def joined(self, buckets: Sequence[Bucket]) -> Tasks:
-        """The tasks when some collectives are put into buckets. What a bucket makes is one tensor.
+        """Returns the tasks if some collectives share buckets. The results of a bucket are one tensor.
 
         Args:
-            buckets: of collectives that do not depend on each other, also through other buckets.
+            buckets: of collectives that are independent of each other, also through other buckets.
         """
         new = _Joining(self, buckets)
         return new.tasks()
@@ -162,7 +162,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         members: their starts, by task.
-        price: of the one.
+        price: the cost of the bucket.
     """
 
     members: tuple[int, ...]
@@ -170,13 +170,13 @@ class Bucket(NamedTuple):
 
 
 class _Joining:
-    """Makes the tasks of a graph with buckets, see `Tasks.joined`: those of the first member stand for the bucket's."""
+    """Computes the tasks of a graph with buckets, see `Tasks.joined`: the first member represents its bucket."""
 
     def __init__(self, old: Tasks, buckets: Sequence[Bucket]) -> None:
         self.old, self.buckets = old, buckets
-        self.first = list(range(len(old.nodes)))  # by task: the one that stands for it
+        self.first = list(range(len(old.nodes)))  # by task: the one that represents it
         self.tensor = list(range(len(old.nbytes)))
-        self.prices = {bucket.members[0]: bucket.price for bucket in buckets}
+        self.costs = {bucket.members[0]: bucket.price for bucket in buckets}
         waits: dict[int, list[int]] = {}
         for wait, start in old.start_of.items():
             waits.setdefault(start, []).append(wait)
@@ -184,36 +184,34 @@ class _Joining:
         self.makes: dict[int, int] = {}
         for bucket in buckets:
             first = bucket.members[0]
-            made = [old.makes[m] for m in bucket.members if old.makes[m] >= 0]  # an empty result takes no memory
-            self.makes[first] = made[0] if made else -1
-            for t in made:
-                self.tensor[t] = made[0]
+            outputs = [old.makes[m] for m in bucket.members if old.makes[m] >= 0]  # an empty result takes no memory
+            self.makes[first] = outputs[0] if outputs else -1
+            for t in outputs:
+                self.tensor[t] = outputs[0]
             for m in bucket.members:
                 self.first[m] = first
                 for wait in waits[m]:
                     self.first[wait] = waits[first][0]
             self.unpacks[waits[first][0]] = bucket.price.unpacking
-        self.shared = {first for n, first in enumerate(self.first) if first != n}  # those that stand for several
+        self.shared = {first for n, first in enumerate(self.first) if first != n}  # those that represent several
 
     def tasks(self) -> Tasks:
         old, first = self.old, self.first
-        before, reads = self._joined(old.before, first), self._joined(old.reads, self.tensor)
-        last = {n: i for i, n in enumerate(first)}  # of a bucket
+        before, reads = self._relabel(old.before, first), self._relabel(old.reads, self.tensor)
+        last = {n: i for i, n in enumerate(first)}  # the last member of each bucket
         tasks = [n for i, n in enumerate(first) if last[n] == i]
         order = needed_first(tasks, before.__getitem__, on_demand=old.idle.__getitem__)
-        number = [-1] * len(first)
+        index = [-1] * len(first)
         for i, n in enumerate(order):
-            number[n] = i
+            index[n] = i
         new = Tasks(link=old.link, fixed=old.fixed, saved=old.saved, nbytes=[0] * len(old.nbytes))
         new.readers = [0] * len(old.nbytes)
         for t, nbytes in enumerate(old.nbytes):
             new.nbytes[self.tensor[t]] += nbytes
         new.nodes = [old.nodes[n] for n in order]
         new.kind, new.idle = [old.kind[n] for n in order], [old.idle[n] for n in order]
-        new.seconds = [
-            self.prices[n].before if n in self.prices else self.unpacks.get(n, old.seconds[n]) for n in order
-        ]
-        new.before = [[number[b] for b in before[n]] for n in order]
+        new.seconds = [self.costs[n].before if n in self.costs else self.unpacks.get(n, old.seconds[n]) for n in order]
+        new.before = [[index[b] for b in before[n]] for n in order]
         new.after = [[] for _ in order]
         for i, inputs in enumerate(new.before):
             for b in inputs:
@@ -224,33 +222,33 @@ class _Joining:
         for read in new.reads:
             for t in read:
                 new.readers[t] += 1
-        new.start_of = {number[w]: number[first[s]] for w, s in old.start_of.items() if first[w] == w}
-        new.stream = {number[s]: group for s, group in old.stream.items() if first[s] == s}
-        new.price = {number[s]: self.prices.get(s, p) for s, p in old.price.items() if first[s] == s}
+        new.start_of = {index[w]: index[first[s]] for w, s in old.start_of.items() if first[w] == w}
+        new.stream = {index[s]: group for s, group in old.stream.items() if first[s] == s}
+        new.price = {index[s]: self.costs.get(s, p) for s, p in old.price.items() if first[s] == s}
         return new
 
-    def _joined(self, named: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
-        """What tasks name, by the task that stands for them, under new names; of most of them nothing changes."""
-        found = list(named)
+    def _relabel(self, lists: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
+        """Merges the lists of tasks that share a representative, and renames their entries; most stay as they are."""
+        found = list(lists)
         renamed = {old for old, name in enumerate(new) if old != name}
         for n in self.shared:
-            found[n] = list(named[n])
+            found[n] = list(lists[n])
         for n, first in enumerate(self.first):
             if first != n:
-                found[first] += named[n]
+                found[first] += lists[n]
         for n, names in enumerate(found):
             if not renamed.isdisjoint(names) or n in self.shared:
                 found[n] = list(dict.fromkeys([new[name] for name in names]))
         return found
 
 
-def _is_task(node: Node, prices: Prices) -> bool:
-    takes = prices.seconds[node] or prices.nbytes[node]
-    return bool(takes) or node in prices.group or node in prices.awaits or node.op == "output"
+def _is_task(node: Node, costs: GraphCosts) -> bool:
+    takes = costs.seconds[node] or costs.nbytes[node]
+    return bool(takes) or node in costs.group or node in costs.awaits or node.op == "output"
 
 
 def nodes_in_order(edges: Edges, tasks: Tasks, order: Sequence[int]) -> list[Node]:
-    """All nodes of a graph in the order of its tasks; the others as soon as they can come.
+    """Returns all nodes of a graph in the order of its tasks; other nodes follow as soon as they can.
 
     Args:
         edges: of the graph.

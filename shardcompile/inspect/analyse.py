@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.inspect.data import IssuedCollective, Span, TracedCollective
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective, collectives, kind_of, notes_of, origins
 from shardcompile.passes.schedule.bounds import lower_bound
@@ -49,7 +49,7 @@ class Analysis:
             model: the costs; None for those of the graph's device.
         """
         model = (CostModel.of(graph) if model is None else model).of_slowest_rank(graph)
-        prices = Prices.of(graph, model)
+        prices = GraphCosts.of(graph, model)
         order = list(graph.nodes)
         found = collectives(graph)
         timeline = simulate(order, prices)
@@ -57,7 +57,7 @@ class Analysis:
         return Analysis(timeline, lower_bound(graph, prices), found, behind, overlaps, len(order))
 
 
-def _behind(order: Sequence[Node], prices: Prices, found: Sequence[Collective]) -> dict[Node, float]:
+def _behind(order: Sequence[Node], prices: GraphCosts, found: Sequence[Collective]) -> dict[Node, float]:
     clock, now = {}, 0.0
     for node in order:
         clock[node] = now

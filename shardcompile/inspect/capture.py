@@ -131,7 +131,7 @@ class _Followed:
         for c in self._traced:
             if c.name not in present:
                 self._gone.setdefault(c.name, name)
-        if not observe.is_order_held(graph):  # HoldOrder hides nodes but keeps the order
+        if not observe.is_order_held(graph):  # AddControlDependencies hides nodes but keeps the order
             self._after = Analysis.of(graph, self._model)
 
     def report(self) -> GraphReport:

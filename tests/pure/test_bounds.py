@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from shardcompile.machines import H100, INFINIBAND_NDR
 from shardcompile.passes import BucketAllGathers, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.bucket.buckets import Bucketing
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.graph.dependencies import Closure
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
@@ -144,9 +144,9 @@ def the_best_of_all(seed: int) -> tuple[float, float, float]:
 
     with world_of(ranks):
         graph = write()
-        prices = Prices.of(graph, MODEL)
+        prices = GraphCosts.of(graph, MODEL)
         bounds = bucket_bound(graph, prices, MODEL), lower_bound(graph, prices)
-        times = [fastest(Tasks.of(Edges.of(g), Prices.of(g, MODEL))) for g in bucketed(write)]
+        times = [fastest(Tasks.of(Edges.of(g), GraphCosts.of(g, MODEL))) for g in bucketed(write)]
     return bounds[0], min(times), bounds[1]
 
 

@@ -1,4 +1,4 @@
-"""Prices: formulas against numbers worked out by hand, and the same on every rank whatever its shard is."""
+"""Costs: formulas against numbers worked out by hand, and the same on every rank whatever its shard is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from shardcompile import machines
 from shardcompile.machines import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost import operations
-from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
+from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, GraphCosts
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.rank_dependent_sizes import labels, rank_dependent
 from shardcompile.passes.schedule.bounds import lower_bound
@@ -175,7 +175,7 @@ def test_what_one_thread_does_besides_holds_up_its_compute() -> None:
     waited = b.wait(c10d.all_reduce.default, x, "sum", "h")
     (started,) = waited.all_input_nodes
     graph = b.output(b.call(aten.exp.default, waited), b.call(aten.neg.default, waited))
-    prices = Prices.of(graph, model(link, device))
+    prices = GraphCosts.of(graph, model(link, device))
     transfer = 24 / 2.0
     assert prices.packing[started] == pytest.approx(3 + transfer / 4)
     assert prices.latency[started] == pytest.approx(10 - 3)
@@ -203,7 +203,7 @@ def test_masks_that_loops_store_and_read_cost_extra() -> None:
     read = b.call(aten.where.self, b.call(aten.flip.default, stored, [0]), x, g)
     within = b.call(aten.where.self, b.call(aten.gt.Scalar, g, 0), x, g)
     graph = b.output(product, read, within)
-    seconds = Prices.of(graph, model(LATENT, device)).seconds
+    seconds = GraphCosts.of(graph, model(LATENT, device)).seconds
     named = {n.target: n for n in graph.nodes}
     assert seconds[stored] == seconds[read] == pytest.approx(6 * 0.5)
     assert seconds[within] == seconds[named[aten.gt.Scalar]] == 0
@@ -231,7 +231,7 @@ def test_products_cost_their_operations_and_copies_their_bytes() -> None:
     copied = b.call(aten.clone.default, product)
     table = b.call(aten.cat.default, [copied, copied])
     graph = b.output(table)
-    prices = Prices.of(graph, model())
+    prices = GraphCosts.of(graph, model())
     flops = 2 * 4096 * 8192 * 2048 / 989e12 / 0.7
     assert prices.seconds[product] == pytest.approx(flops + H100.kernel)
     nbytes = 4096 * 2048 * 2
@@ -279,7 +279,7 @@ def test_what_passes_between_fused_ops_is_free() -> None:
     first = b.call(aten.exp.default, x)
     second = b.call(aten.neg.default, b.call(aten.view.default, first, [1 << 10, 1 << 10]))
     graph = b.output(second)
-    prices = Prices.of(graph, model())
+    prices = GraphCosts.of(graph, model())
     one_pass = (1 << 22) / 3.35e12 / 0.7
     assert prices.seconds[first] == pytest.approx(one_pass)  # reads x
     assert prices.seconds[second] == pytest.approx(one_pass + H100.kernel)  # writes its result
@@ -297,7 +297,7 @@ def test_views_and_waits_hold_what_another_node_allocated() -> None:
     coalesced = b.call(c10d.all_reduce_coalesced.default, [x, x], "sum", "g")
     member = b.call(WAIT, b.call(operator.getitem, coalesced, 0))
     own = b.call(aten.clone.default, part)
-    prices = Prices.of(b.output(own, written, member), model())
+    prices = GraphCosts.of(b.output(own, written, member), model())
     for node in (wait, parts, part, slept, written):
         assert prices.storage[node] is start
         assert prices.nbytes[node] == 0
@@ -315,7 +315,7 @@ def test_symbols_are_priced_by_their_hints_and_get_no_guards() -> None:
     start = b.call(c10d.all_reduce.default, x, "sum", "g")
     graph = b.output(b.call(WAIT, start))
     guards = len(b.mode.shape_env.guards)
-    prices = Prices.of(graph, model())
+    prices = GraphCosts.of(graph, model())
     assert prices.seconds[start] == 2 * 2 / 3 * 500
     assert prices.nbytes[x] == 500
     assert len(b.mode.shape_env.guards) == guards
@@ -336,8 +336,8 @@ def test_sizes_without_a_hint_get_a_default_and_are_named_once(caplog: pytest.Lo
     graph = b.output(b.call(WAIT, start))
     operations.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="shardcompile"):
-        assert [Prices.of(graph, model()).seconds[start] for _ in range(2)] == [2 * 2 / 3 * 64] * 2
-    assert ["known at run time only" in text for text in said(caplog)] == [True]
+        assert [GraphCosts.of(graph, model()).seconds[start] for _ in range(2)] == [2 * 2 / 3 * 64] * 2
+    assert ["unbacked sizes" in text for text in said(caplog)] == [True]
 
 
 def test_the_default_model_goes_by_the_kind_of_device() -> None:
@@ -359,7 +359,7 @@ def test_what_has_no_price_gets_a_default_and_is_named_once(caplog: pytest.LogCa
     )
     operations.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="shardcompile"):
-        prices = [Prices.of(graph, model()) for _ in range(2)]
+        prices = [GraphCosts.of(graph, model()) for _ in range(2)]
     starts = list(prices[0].group)
     assert [prices[0].seconds[s] for s in starts] == [NOMINAL_BYTES] * 2
     assert ["all_reduce over group unknown" in text for text in said(caplog)] == [True]
@@ -420,7 +420,7 @@ def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
 
 
 def prices_of(graph: Graph) -> list[tuple[str, float, int]]:
-    prices = Prices.of(graph, model(machines.NVLINK4))
+    prices = GraphCosts.of(graph, model(machines.NVLINK4))
     return [(n.name, prices.seconds[n], prices.nbytes[n]) for n in graph.nodes]
 
 
@@ -434,7 +434,7 @@ def test_every_rank_finds_the_same_prices(sizes: list[int], columns: list[int]) 
     first, *others = [prices_of(g) for g in graphs]
     for rank, found in enumerate(others, 1):
         assert [(a, b) for a, b in zip(first, found, strict=True) if a != b] == [], rank
-    plans = [Prices.of(g, model(machines.NVLINK4)) for g in graphs]
+    plans = [GraphCosts.of(g, model(machines.NVLINK4)) for g in graphs]
     totals = {(simulate(list(g.nodes), p).total, lower_bound(g, p)) for g, p in zip(graphs, plans, strict=True)}
     assert len(totals) == 1
 
@@ -452,7 +452,7 @@ def test_shards_of_a_known_partition_count_as_the_largest_of_them() -> None:
     start = b.call(ours.all_gather_v.default, x, 0, 12, *partition([1, 8, 3]), "g")
     scattered = b.call(ours.reduce_scatter_v.default, b.input(12, 10), 0, 1, "sum", *partition([1, 8, 3]), "g")
     other = b.call(aten.neg.default, x)
-    prices = Prices.of(b.output(start, b.call(WAIT, scattered), other), model())
+    prices = GraphCosts.of(b.output(start, b.call(WAIT, scattered), other), model())
     assert [prices.nbytes[n] for n in (x, start, scattered)] == [80, 120, 80]
     assert prices.nbytes[other] == NOMINAL_BYTES
 
@@ -473,7 +473,7 @@ def test_what_only_one_rank_has_costs_nothing() -> None:
     tasks = []
     for rank in range(2):
         graph = step_of(rank)
-        found = Tasks.of(Edges.of(graph), Prices.of(graph, model()))
+        found = Tasks.of(Edges.of(graph), GraphCosts.of(graph, model()))
         tasks.append([getattr(found, f.name) for f in fields(found) if f.name != "nodes"])
     assert tasks[0] == tasks[1]
 
@@ -526,7 +526,7 @@ def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price(
     rows = b.call(ours.all_gather_v.default, shard, 0, 9, *partition([5, 1, 3]), "g")
     graph = b.output(b.call(WAIT, rows))
     assert labels(graph, GROUPS)[x] == {"g"}
-    prices = Prices.of(graph, model())
+    prices = GraphCosts.of(graph, model())
     assert prices.seconds[columns] == NOMINAL_BYTES
     assert prices.seconds[rows] == 2 / 3 * 72 + (40 - 24)
 

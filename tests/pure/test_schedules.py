@@ -28,16 +28,16 @@ from shardcompile.collectives.range_bucket import members_of
 from shardcompile.machines import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes import BucketReduceScatters, Pipeline
 from shardcompile.passes.bucket import choice
-from shardcompile.passes.cost.model import CostModel, Prices, keeping_prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts, caching_costs
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.bounds import lower_bound
-from shardcompile.passes.schedule.control_dependencies import HoldOrder
+from shardcompile.passes.schedule.control_dependencies import AddControlDependencies
 from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.outline import Outline
 from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order, byte_limit
 from shardcompile.passes.schedule.scheduler import Scheduler
-from shardcompile.passes.schedule.search import latest, quick_plans
+from shardcompile.passes.schedule.search import latest, quick_policies
 from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
 from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 
@@ -78,11 +78,11 @@ def backend_of_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schedules_are_near_the_bound_and_within_memory(name: str, imbalance: str) -> None:
     with world_of(RANKS):
         graph = PROGRAMS[name](place_of(imbalance))
-        prices = Prices.of(graph, MODEL)
+        prices = GraphCosts.of(graph, MODEL)
         came, bound = simulate(list(graph.nodes), prices), lower_bound(graph, prices)
         passes()(graph)
         graph.lint()
-        ours = simulate(list(graph.nodes), Prices.of(graph, MODEL))
+        ours = simulate(list(graph.nodes), GraphCosts.of(graph, MODEL))
     assert ours.total <= 1.10 * bound
     assert ours.total <= came.total
     assert ours.peak_bytes <= 1.1 * came.peak_bytes
@@ -106,7 +106,7 @@ def test_a_cast_that_is_saved_is_ready_at_the_start_all_the_same() -> None:
         with world_of(RANKS):
             graph = gathered_layers(saved)
             passes(ACROSS)(graph)
-            totals.append(simulate(list(graph.nodes), Prices.of(graph, ACROSS)).total)
+            totals.append(simulate(list(graph.nodes), GraphCosts.of(graph, ACROSS)).total)
     assert totals[1] <= 1.001 * totals[0]
 
 
@@ -126,7 +126,7 @@ def test_two_halves_of_a_batch_hide_each_others_exchanges() -> None:
     """What is exchanged for one half runs while the other half computes: hardly more than the exchanges is left."""
     with world_of(RANKS):
         graph = suite.experts_forward(place_of("log-normal"), suite.Experts())
-        prices = Prices.of(graph, MODEL)
+        prices = GraphCosts.of(graph, MODEL)
         found = best_order(graph, prices)[1]
     assert found.total <= 1.01 * found.communication["g"]
 
@@ -145,7 +145,7 @@ def test_a_graph_that_no_order_fits_is_left_as_it_is() -> None:
     with world_of(RANKS):
         graph = suite.experts_forward(place_of("even"), suite.Experts(layers=1))
         order = list(graph.nodes)
-        prices = Prices.of(graph, MODEL)
+        prices = GraphCosts.of(graph, MODEL)
         _, timeline = best_order(graph, prices, memory_limit=1.0)
     assert timeline.peak_bytes <= simulate(order, prices).peak_bytes
 
@@ -154,12 +154,12 @@ def test_the_memory_limit_is_of_the_graph_before_buckets(monkeypatch: pytest.Mon
     monkeypatch.setattr(choice, "score", lambda outline, plan, limit: (False, 0.0))  # every legal bucket is kept
     with world_of(RANKS):
         graph = suite.fsdp_forward(place_of("even"), SIZE)
-        peak = peak_memory(list(graph.nodes), Prices.of(graph, MODEL))
+        peak = peak_memory(list(graph.nodes), GraphCosts.of(graph, MODEL))
         bucketed = passes()
         bucketed.passes = [p for p in bucketed.passes if p.name == "bucket_all_gathers"]
         bucketed(graph)
         assert any(c.kind == "all_gather_bucket" for c in collectives(graph))
-        prices = Prices.of(graph, MODEL)
+        prices = GraphCosts.of(graph, MODEL)
         weightless = replace(prices, nbytes=dict.fromkeys(prices.nbytes, 0))
         assert known_peak(graph, weightless) == peak  # what the first pass found, whatever became of the graph since
         assert peak_memory(list(graph.nodes), weightless) == 0
@@ -174,11 +174,11 @@ def test_a_schedule_comes_to_what_its_replay_comes_to(number: int, ranks: int) -
             ranks, 0, "g", lambda e, i: suite.random_partition(e, ranks, random.Random(f"{number} {e} {i}"))
         )
         graph = suite.drawn(place, random.Random(number))
-        edges, priced = Edges.of(graph), Prices.of(graph, MODEL)
+        edges, priced = Edges.of(graph), GraphCosts.of(graph, MODEL)
         freed = frozenset([n for n in graph.nodes if n.op == "placeholder"][::2])
     for prices in (priced, replace(priced, freed=freed)):
         tasks = Tasks.of(edges, prices)
-        for plan in quick_plans(Outline(tasks), 1.1 * known_peak(graph, prices)):
+        for plan in quick_policies(Outline(tasks), 1.1 * known_peak(graph, prices)):
             schedule = Scheduler(Outline(tasks), plan).run()
             late = latest(tasks, schedule)
             held_back = replace(plan, rank=late, urgency=late, release=late)
@@ -211,10 +211,10 @@ def test_buckets_of_as_many_members_as_the_memory_holds() -> None:
             rolled = w.rolled(w.call(torch.ops.aten.mul.Tensor, kept[0], float(i)), sizes, 1)
             total = w.call(torch.ops.aten.add.Tensor, total, rolled)
         graph = w.output(total, *kept)
-        limit = byte_limit(graph, Prices.of(graph, MODEL))
-        before = simulate(list(graph.nodes), Prices.of(graph, MODEL)).total
+        limit = byte_limit(graph, GraphCosts.of(graph, MODEL))
+        before = simulate(list(graph.nodes), GraphCosts.of(graph, MODEL)).total
         passes()(graph)
-        after = simulate(list(graph.nodes), Prices.of(graph, MODEL))
+        after = simulate(list(graph.nodes), GraphCosts.of(graph, MODEL))
     members = [len(c.payloads) for c in collectives(graph) if c.kind == "range_bucket"]
     assert len(members) > 1 and sum(members) == 12, members
     assert after.peak_bytes <= limit and after.total < 0.6 * before
@@ -225,10 +225,10 @@ def test_buckets_that_delay_more_than_they_save_are_not_made() -> None:
     place = suite.Place(4, 0, "g", lambda size, i: suite.partition(size, 4, "1:9", i))
     with world_of(4):
         graph = suite.experts_forward(place, suite.Experts())
-        prices = Prices.of(graph, MODEL)
+        prices = GraphCosts.of(graph, MODEL)
         bound = lower_bound(graph, prices)
         passes()(graph)
-        assert simulate(list(graph.nodes), Prices.of(graph, MODEL)).total <= 1.10 * bound
+        assert simulate(list(graph.nodes), GraphCosts.of(graph, MODEL)).total <= 1.10 * bound
 
 
 # ------------------------------------------------------------------------------------------------- values
@@ -323,7 +323,7 @@ def test_work_of_the_scheduler_grows_no_faster_than_n_log_n() -> None:
         with world_of(RANKS):
             size = suite.Size(layers, width=1024, tokens=4096, heads=8)
             graph = suite.fsdp_backward(place_of("log-normal"), size)
-            prices = Prices.of(graph, MODEL)
+            prices = GraphCosts.of(graph, MODEL)
         work = calls(lambda graph=graph, prices=prices: best_order(graph, prices))  # type: ignore[misc]
         n = len(graph.nodes)
         per_node.append(work / (n * math.log2(n)))
@@ -333,8 +333,8 @@ def test_work_of_the_scheduler_grows_no_faster_than_n_log_n() -> None:
 def counted(graph: Graph) -> dict[str, int]:
     """How much work each pass has with a graph."""
     found = {}
-    with keeping_prices():
-        for each in [*passes(ACROSS).passes, HoldOrder()]:
+    with caching_costs():
+        for each in [*passes(ACROSS).passes, AddControlDependencies()]:
             found[each.name] = calls(lambda each=each: each(graph))  # type: ignore[misc]
     return found
 
@@ -390,11 +390,11 @@ def foreign(rank: int, side: str, parts: int = 1, uneven: bool = False, layers: 
 def test_graphs_of_others_are_bucketed_and_scheduled_as_ours_are(side: str, parts: int) -> None:
     with world_of(RANKS):
         graph = foreign(0, side, parts)
-        prices = Prices.of(graph, ACROSS)
+        prices = GraphCosts.of(graph, ACROSS)
         came, started = simulate(list(graph.nodes), prices), len(collectives(graph))
         passes(ACROSS)(graph)
         graph.lint()
-        ours = simulate(list(graph.nodes), Prices.of(graph, ACROSS))
+        ours = simulate(list(graph.nodes), GraphCosts.of(graph, ACROSS))
     assert ours.total < 0.9 * came.total
     assert ours.peak_bytes <= 1.1 * came.peak_bytes
     assert len(collectives(graph)) < started

@@ -20,14 +20,14 @@ from torch.fx import Graph, Node
 from work import calls
 
 from shardcompile.machines import H100
-from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import WAIT, add_node
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.outline import Outline, Plan
+from shardcompile.passes.schedule.outline import Outline, SchedulingPolicy
 from shardcompile.passes.schedule.overlap import best_order
 from shardcompile.passes.schedule.scheduler import Scheduler
-from shardcompile.passes.schedule.search import due_times, latest, quick_plans
+from shardcompile.passes.schedule.search import due_times, latest, quick_policies
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, perfetto, simulate
 from shardcompile.passes.schedule.tasks import Tasks
 
@@ -72,13 +72,13 @@ class Program:
         self.awaits[node] = start
         return node
 
-    def prices(self, *results: Node) -> Prices:
+    def prices(self, *results: Node) -> GraphCosts:
         self._add(self.graph.output(results), 0.0, 0)
         inputs = {n: tuple(n.all_input_nodes) for n in self.graph.nodes}
-        return Prices(self.seconds, self.nbytes, self.storage, self.group, self.awaits, inputs)
+        return GraphCosts(self.seconds, self.nbytes, self.storage, self.group, self.awaits, inputs)
 
 
-def two_products_and_a_gather() -> tuple[Program, Prices, list[Node]]:
+def two_products_and_a_gather() -> tuple[Program, GraphCosts, list[Node]]:
     """a: 3 s; gather: 5 s; b, which needs no gather: 4 s; c, which does: 2 s."""
     p = Program()
     x = p.input()
@@ -174,7 +174,7 @@ def test_a_full_link_gets_its_next_transfer_in_time() -> None:
     tasks = Tasks.of(Edges.of(p.graph), prices)
     outline = Outline(tasks)
     urgent = [-tail for tail in outline.tails]
-    longest_first = Plan(urgent, urgent, due_times(outline, math.inf), len(urgent), math.inf)
+    longest_first = SchedulingPolicy(urgent, urgent, due_times(outline, math.inf), len(urgent), math.inf)
     found = Scheduler(outline, longest_first).run()
     late = latest(tasks, found)
     justified = Scheduler(outline, replace(longest_first, rank=late, urgency=late)).run()
@@ -217,7 +217,7 @@ def test_an_order_that_is_none_is_refused() -> None:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, Prices]:
+def programs(draw: st.DrawFn) -> tuple[Program, GraphCosts]:
     p = Program()
     nodes = [p.input()]
     seconds = st.integers(0, 9).map(float)
@@ -249,7 +249,7 @@ def random_order(graph: Graph, seed: int) -> list[Node]:
 
 @settings(max_examples=300, deadline=None)
 @given(programs(), st.integers(0, 1 << 30))
-def test_no_order_beats_the_bound(drawn: tuple[Program, Prices], seed: int) -> None:
+def test_no_order_beats_the_bound(drawn: tuple[Program, GraphCosts], seed: int) -> None:
     p, prices = drawn
     bound = lower_bound(p.graph, prices)
     for order in (list(p.graph.nodes), random_order(p.graph, seed), random_order(p.graph, seed + 1)):
@@ -311,9 +311,9 @@ def test_work_grows_no_faster_than_n_log_n(capsys: pytest.CaptureFixture[str]) -
     lines = ["nodes   price s  simulate s  bound s"]
     for size in (1000, 2000, 5000, 10000):
         graph = layers(size)
-        order, prices = list(graph.nodes), Prices.of(graph, MODEL)
+        order, prices = list(graph.nodes), GraphCosts.of(graph, MODEL)
         runs: Sequence[tuple[str, Callable[[], Any]]] = (
-            ("price", lambda graph=graph: Prices.of(graph, MODEL)),
+            ("price", lambda graph=graph: GraphCosts.of(graph, MODEL)),
             ("simulate", lambda order=order, prices=prices: simulate(order, prices)),
             ("bound", lambda graph=graph, prices=prices: lower_bound(graph, prices)),
         )
@@ -373,5 +373,5 @@ def test_a_collective_starts_while_the_next_piece_of_work_runs_however_short_the
     prices = p.prices(last)
     tasks = Tasks.of(Edges.of(p.graph), prices)
     outline = Outline(tasks)
-    for plan in quick_plans(outline, math.inf):
+    for plan in quick_policies(outline, math.inf):
         assert Scheduler(outline, plan).run().total == 1 + 6 + 1
