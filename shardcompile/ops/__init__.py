@@ -1,14 +1,14 @@
-"""Ops: one record for each says what happens to it.
+"""Ops on sharded tensors: one record for each op states how it runs.
 
-`record` says what can be stated, `registry` keeps the one table, `strategy` and `notation` are the language of rules.
-The folders are families of ops: `rule.py` knows layouts only, `sharded.py` has forms on sharded tensors, `kernels.py`
-what runs on one shard. `families` imports all of them.
+`record` defines the facts that can be stated, `registry` keeps the records, `strategy` and `notation` are the language
+of rules. The folders are families of ops. In each, `rule.py` sees layouts only, `sharded.py` has decompositions into
+other ops on sharded tensors, and `kernels.py` has what runs on one local shard. `families` imports all of them.
 """
 
-from shardcompile.ops.record import Form as Form
 from shardcompile.ops.record import OpRecord as OpRecord
 from shardcompile.ops.record import Order as Order
 from shardcompile.ops.record import Rule as Rule
+from shardcompile.ops.record import ShardedDecomposition as ShardedDecomposition
 from shardcompile.ops.record import always as always
 from shardcompile.ops.registry import CONDITIONS as CONDITIONS
 from shardcompile.ops.registry import FUNCTIONS as FUNCTIONS

@@ -1,6 +1,6 @@
-"""Choosing among the strategies of a rule: the cheapest legal one by what the busiest rank receives and computes.
+"""Chooses among the strategies of a rule: the legal one with the lowest cost on the busiest rank.
 
-Pure: works on layouts only, so that every rank chooses alike.
+The choice is a pure function of layouts, so that it is rank-invariant.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from shardcompile.planning import RedistributionPlan, find_plan
 from shardcompile.sharding import IntLike, Layout, Partition
 
 _MAX_COMBINATIONS = 256
-_STAYING = ("fetch_ranges", "regroup_rows", "take_shard")
-"""Steps after which a tensor is sharded along the same dims as before, or that send nothing."""
+_SAME_DIM_STEPS = ("fetch_ranges", "regroup_rows", "take_shard")
+"""Steps that send nothing, or after which a tensor is sharded along the same dims as before."""
 
-_LEAVING = 4
-"""Weight of bytes that take a tensor away from the dims by which it is sharded: a gather or a change of dim is mostly
-followed by the way back, forward and backward. Chosen so that a network whose points are sharded stays so."""
+_DIM_CHANGE_WEIGHT = 4
+"""Weight of the bytes of redistributions that change the sharded dims: a gather or a change of dim is usually followed
+by the inverse redistribution, in the forward and in the backward pass. The value is chosen so that a network whose
+points are sharded keeps this sharding."""
 
 MAX_IMBALANCE = 1.5
-"""How many times the mean the largest shard of a dim may be that an op newly shards."""
+"""Largest permitted ratio of the largest shard to the mean shard where an op newly shards a dim."""
 
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How one output is laid out.
+    """The layout of one output, before its shape and dtype are known.
 
     Attributes:
         placements: one for each mesh dim.
-        partitions: by tensor dim.
-        left: the mesh dims that shard an input, and along which the output follows no input's partition: it is
-            replicated there, or newly sharded.
+        partitions: the partition of each sharded tensor dim.
+        left: the mesh dims that shard an input, but along which the output does not have the partition of an input: it
+            is replicated there, or newly sharded.
     """
 
     placements: tuple[Placement, ...]
@@ -46,21 +47,21 @@ class OutputPlan:
     left: tuple[int, ...] = ()
 
     def layout(self, like: Layout, shape: Sequence[IntLike], dtype: object) -> Layout:
-        """The output's layout, once its global shape and dtype are known."""
+        """Returns the layout of the output for a global shape and dtype."""
         partitions = [self.partitions.get(d) for d in range(len(shape))]
         return Layout.of(like.mesh, self.placements, shape, dtype, partitions)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen way to run an op.
+    """A chosen strategy for each mesh dim, and the redistributions that it requires.
 
     Attributes:
-        plans: how each tensor input gets to the layout that is needed.
-        outputs: how each output is laid out.
-        nbytes: what the plans move.
-        cost: the same, weighted by what it will entail.
-        imbalance: how many times the mean the largest shard is of a dim that the op newly shards; 1 if it shards none.
+        plans: the redistribution of each tensor input to the required layout.
+        outputs: the layout of each output.
+        nbytes: bytes that the plans send.
+        cost: bytes that the plans send, weighted by the communication that they entail later.
+        imbalance: ratio of the largest shard to the mean shard of a dim that the op newly shards; 1 if it shards none.
     """
 
     plans: tuple[RedistributionPlan, ...]
@@ -71,17 +72,17 @@ class Choice:
 
     @property
     def communicates(self) -> bool:
-        """Whether any input has to be exchanged between ranks."""
+        """Whether any input is communicated between ranks."""
         return any(p.communicates for p in self.plans)
 
     @property
     def leaves_dims(self) -> bool:
-        """Whether more is sent than what brings tensors to other shards along the dims that they are sharded along."""
-        return any(s.kind not in _STAYING for p in self.plans for s in p.steps)
+        """Whether the plans communicate for more than to change shard sizes of dims that are sharded already."""
+        return any(s.kind not in _SAME_DIM_STEPS for p in self.plans for s in p.steps)
 
     @property
     def sharded_mesh_dims(self) -> list[int]:
-        """The mesh dims along which ranks compute different things: an input or an output is sharded by them."""
+        """The mesh dims along which ranks compute different values: those that shard an input or an output."""
         placements = [p.dst.placements for p in self.plans] + [o.placements for o in self.outputs]
         return [
             m for m, of_dim in enumerate(zip(*placements, strict=True)) if any(isinstance(p, Shard) for p in of_dim)
@@ -95,63 +96,67 @@ def choose(
     in_place: bool = False,
     produced: Callable[[], Sequence[int]] | None = None,
 ) -> Choice | None:
-    """The cheapest legal way to run an op, or None if there is none (only possible in place).
+    """Returns the cheapest legal choice for an op, or None if there is none (only possible in place).
 
     Args:
-        layouts: of the tensor inputs, all on one mesh.
-        strategies: the legal ways along one mesh dim; replicating everything is added.
+        layouts: layouts of the tensor inputs, all on one mesh.
+        strategies: the legal strategies along one mesh dim; replicating everything is added.
         outputs: number of outputs.
-        in_place: whether the first input is written to, so that it must stay as it is.
-        produced: gives the bytes of each output, if they can be known.
+        in_place: whether the first input is written to, so that its layout must not change.
+        produced: returns the bytes of each output, if they can be inferred.
     """
     table = [*strategies, replicate_all(len(layouts), outputs)]
-    world = len(layouts[0].placements)
-    candidates = [_usable(layouts, table, m) for m in range(world)]
-    natural = tuple(next((s for s in c if _is_natural(layouts, s, m)), None) for m, c in enumerate(candidates))
-    if all(s is not None for s in natural):
-        found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
+    mesh_ndim = len(layouts[0].placements)
+    candidates = [_usable(layouts, table, m) for m in range(mesh_ndim)]
+    matching = tuple(next((s for s in c if _matches_all(layouts, s, m)), None) for m, c in enumerate(candidates))
+    if all(s is not None for s in matching):
+        found = _cheapest(layouts, [matching], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
-            return _settled(found)
-    found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
-    return None if found is None else _settled(found)
+            return _finalized(found)
+    found = _cheapest(layouts, itertools.product(*_prune(layouts, candidates)), in_place, produced)
+    return None if found is None else _finalized(found)
 
 
-def _settled(priced: Choice) -> Choice:
-    """A choice whose plans a trace may ask about partitions for, which a price must not."""
-    if not any(p.src.is_traced or p.dst.is_traced for p in priced.plans):
-        return priced
-    return replace(priced, plans=tuple(find_plan(p.src, p.dst) for p in priced.plans))
+def _finalized(choice: Choice) -> Choice:
+    """Replaces the plans of a traced choice, made for their costs without guards, by ones that may install guards."""
+    if not any(p.src.is_traced or p.dst.is_traced for p in choice.plans):
+        return choice
+    return replace(choice, plans=tuple(find_plan(p.src, p.dst) for p in choice.plans))
 
 
-def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
-    return _count_fitting(layouts, strategy, mesh_dim) == len(layouts)
+def _matches_all(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
+    return _count_matching(layouts, strategy, mesh_dim) == len(layouts)
 
 
-def _count_fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
+def _count_matching(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
     return sum(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
 
 
-def _few_enough(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> list[list[Strategy]]:
-    """Limit the combinations to price: keep, on each mesh dim, those that fit most inputs, and replicating."""
+def _prune(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> list[list[Strategy]]:
+    """Limits the number of combinations to evaluate.
+
+    Keeps, for each mesh dim, the strategies that match most inputs, and replicating.
+    """
     if math.prod(map(len, candidates)) <= _MAX_COMBINATIONS:
         return candidates
     keep = max(int(_MAX_COMBINATIONS ** (1 / len(candidates))), 2)
     return [
-        [*sorted(c[:-1], key=lambda s, m=m: -_count_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
+        [*sorted(c[:-1], key=lambda s, m=m: -_count_matching(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
         for m, c in enumerate(candidates)
     ]
 
 
 def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int) -> list[Strategy]:
-    """Strategies worth pricing: no new sharding unless some input is sharded over this mesh dim already.
+    """Returns the strategies to consider: none that shards unless some input is sharded over this mesh dim already.
 
-    Whole tensors stay whole even where sharding_of them would be free: results are then where a reader expects them.
+    Replicated tensors stay replicated even where sharding them would be free, so that results have the layouts that a
+    reader expects.
     """
-    now = [x.placements[mesh_dim] for x in layouts]
-    any_sharded = any(isinstance(p, Shard) for p in now)
+    current = [x.placements[mesh_dim] for x in layouts]
+    any_sharded = any(isinstance(p, Shard) for p in current)
     usable = []
     for strategy in table:
-        if any(isinstance(w, Partial) and h != w for h, w in zip(now, strategy.inputs, strict=True)):
+        if any(isinstance(w, Partial) and h != w for h, w in zip(current, strategy.inputs, strict=True)):
             continue
         if any(isinstance(w, Shard) for w in strategy.inputs) and not any_sharded:
             continue
@@ -169,16 +174,16 @@ def _cheapest(
     sizes = None if produced is None else functools.cache(produced)
     for combination in combinations:
         for choice in _assemble(layouts, combination):
-            if in_place and not _keeps_first(layouts[0], choice):
+            if in_place and not _keeps_first_layout(layouts[0], choice):
                 continue
-            ends = _reduction_cost(choice, sizes) + _return_cost(choice, sizes)
-            cost = (choice.cost + ends, sum(len(p.steps) for p in choice.plans))
+            output_cost = _reduction_cost(choice, sizes) + _return_cost(choice, sizes)
+            cost = (choice.cost + output_cost, sum(len(p.steps) for p in choice.plans))
             if best is None or cost < best[0]:
                 best = (cost, choice)
     return None if best is None else best[1]
 
 
-def _keeps_first(layout: Layout, choice: Choice) -> bool:
+def _keeps_first_layout(layout: Layout, choice: Choice) -> bool:
     if choice.plans[0].steps or not choice.outputs:
         return not choice.plans[0].steps
     return choice.outputs[0].placements == layout.placements and all(
@@ -188,7 +193,7 @@ def _keeps_first(layout: Layout, choice: Choice) -> bool:
 
 
 def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Iterator[Choice]:
-    """The choices that one strategy for each mesh dim leads to: one for each partition that could be taken over."""
+    """Yields the choices for one strategy per mesh dim: one for each partition that the inputs could be brought to."""
     groups: dict[int, tuple[Strategy, list[int]]] = {}
     for mesh_dim, strategy in enumerate(combination):
         groups.setdefault(id(strategy), (strategy, []))[1].append(mesh_dim)
@@ -202,10 +207,10 @@ def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Ite
 
 
 def _partition_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Partition]:
-    """The partitions that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
+    """Returns the partitions that inputs have along the axis; the chunked one if none is over exactly these mesh dims.
 
-    A dim is newly sharded only if it has rows for all ranks, and no rank gets more than `MAX_IMBALANCE` times the mean:
-    otherwise rows would pile up, as a batch of 1 would on one rank.
+    A dim is newly sharded only if it has rows for all ranks and no rank gets more than `MAX_IMBALANCE` times the mean.
+    Otherwise rows would pile up, as a batch of 1 would on one rank.
     """
     options: list[Partition] = []
     size: IntLike = 0
@@ -223,17 +228,17 @@ def _partition_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims:
             options.append(partition)
     if strategy.other_partition is not None:
         options += [c for c in map(strategy.other_partition, options) if c is not None]
-    if options:  # of choices that cost the same the first is taken; what was flattened may come apart again
+    if options:  # the first of equally cheap ones is chosen; a flattened dim precedes, as it may be unflattened again
         return sorted(options, key=lambda c: (c.makeshift, c.rows is None, is_one(c.runs)))
     chunked = Partition.chunk(mesh_dims, parts, size)
     if size_hint(size) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
         return []
-    if any(map(_is_of_trace, layouts)) and chunked.shards is not None and not chunked.is_even:
-        chunked = replace(chunked, shards=None)  # shards of known, different sizes would give every rank its own graph
+    if any(map(_is_traced, layouts)) and chunked.shards is not None and not chunked.is_even:
+        chunked = replace(chunked, shards=None)  # static, different shard sizes would give every rank its own graph
     return [chunked]
 
 
-def _is_of_trace(layout: Layout) -> bool:
+def _is_traced(layout: Layout) -> bool:
     symbolic = any(not isinstance(size, int) for size in layout.shape)
     return symbolic or any(c is not None and c.shard is not None for c in layout.partitions)
 
@@ -256,24 +261,24 @@ def _with_partitions(
         partitions = _collect(placements, combination, chosen, {id(s): s for s in combination})
         if partitions is None:
             return None
-        outputs.append(OutputPlan(placements, partitions, _left(layouts, placements, combination, chosen)))
+        outputs.append(OutputPlan(placements, partitions, _left_mesh_dims(layouts, placements, combination, chosen)))
     busiest = max((c.imbalance for c in chosen.values() if _is_new(c, layouts)), default=1.0)
     cost = math.ceil(busiest * sum(map(_cost, plans)))
     return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), cost, busiest)
 
 
 def _is_new(partition: Partition, layouts: Sequence[Layout]) -> bool:
-    """Whether it is the partition that torch.chunk makes of a dim that no input is sharded along."""
+    """Whether a partition is the chunked one of a dim along which no input is sharded."""
     return partition.kind == "chunk" and not any(partition is c for layout in layouts for c in layout.partitions)
 
 
-def _left(
+def _left_mesh_dims(
     layouts: Sequence[Layout],
     placements: Sequence[Placement],
     combination: Sequence[Strategy],
     chosen: dict[int, Partition],
 ) -> tuple[int, ...]:
-    """The mesh dims of `OutputPlan.left`."""
+    """Returns the mesh dims of `OutputPlan.left`."""
 
     def follows(m: int, placement: Placement) -> bool:
         if isinstance(placement, Shard):
@@ -285,17 +290,23 @@ def _left(
 
 
 def _cost(plan: RedistributionPlan) -> int:
-    """Bytes, as if all shards were of one size: eager code chooses as compiled code does, which knows no sizes."""
-    leaves = any(isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True))
-    return plan.nominal_nbytes * (_LEAVING if leaves else 1)
+    """Returns the bytes of a plan as if all shards had the same size.
+
+    Compiled code does not know the shard sizes, and eager code has to choose the same strategy.
+    """
+    changes_dims = any(
+        isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True)
+    )
+    return plan.nominal_nbytes * (_DIM_CHANGE_WEIGHT if changes_dims else 1)
 
 
 def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:
-    """Bytes of reducing what a choice leaves as terms, where inputs have to be moved to get there.
+    """Returns the bytes of reducing the Partial outputs of a choice that redistributes inputs.
 
-    Without it, moving two small factors so that their products are sharded along the dim that is summed over looks
-    cheap, however large the product: scores of an attention over a sharded sequence would be terms of full size on
-    every rank. Where nothing moves, terms are what the inputs' layouts lead to, and may never have to be reduced.
+    Without this cost, redistributing two small factors so that they are sharded along the contracted dim looks cheap,
+    however large the product is: the scores of attention over a sharded sequence would be partial sums of full size on
+    every rank. Where no input is redistributed, Partial outputs follow from the layouts of the inputs, and may never
+    have to be reduced.
     """
     partial = [[m for m, p in enumerate(o.placements) if isinstance(p, Partial)] for o in choice.outputs]
     if produced is None or not any(partial) or not choice.communicates:
@@ -307,17 +318,19 @@ def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None
 
 
 def _return_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:
-    """Bytes of bringing outputs back to the rows that inputs were sharded by, where inputs were moved away from them.
+    """Returns the bytes of redistributing outputs to the sharding that inputs had before they were redistributed.
 
-    Without it, moving two small factors to a dim of the batch looks cheap, however large the product: scores of an
-    attention over a sharded sequence would go to the heads and come back. A replicated output pays the same: every rank
-    computes all of it.
+    Without this cost, resharding two small factors along a batch dim looks cheap, however large the product is: the
+    scores of attention over a sharded sequence would be sharded over heads and back. A replicated output has the same
+    cost, as every rank computes all of it.
     """
     if produced is None or not choice.communicates or not any(o.left for o in choice.outputs):
         return 0
     shape = choice.plans[0].src.mesh.shape
-    shares = [sum(1 - 1 / shape[m] for m in o.left) for o in choice.outputs]
-    return math.ceil(_LEAVING * sum(nbytes * share for nbytes, share in zip(produced(), shares, strict=False)))
+    fractions = [sum(1 - 1 / shape[m] for m in o.left) for o in choice.outputs]
+    return math.ceil(
+        _DIM_CHANGE_WEIGHT * sum(nbytes * sent for nbytes, sent in zip(produced(), fractions, strict=False))
+    )
 
 
 def _collect(
@@ -326,7 +339,7 @@ def _collect(
     chosen: dict[int, Partition],
     transforms: dict[int, Strategy],
 ) -> dict[int, Partition] | None:
-    """Partitions by tensor dim; None if two strategies sharded one dim, or a partition cannot be expressed."""
+    """Returns partitions by tensor dim; None if two strategies shard one dim, or a partition cannot be expressed."""
     partitions: dict[int, Partition] = {}
     owner: dict[int, int] = {}
     for placement, strategy in zip(placements, combination, strict=True):
@@ -345,5 +358,5 @@ def _collect(
 
 
 def whole_plan(layout: Layout) -> RedistributionPlan:
-    """How a tensor gets to every rank whole."""
+    """Returns the plan that replicates a tensor."""
     return find_plan(layout, layout.replicated())

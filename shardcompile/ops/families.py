@@ -1,4 +1,4 @@
-"""All families of ops: to import them is to state their records."""
+"""Imports all families of ops, which registers their records."""
 
 from shardcompile.ops.attention import sharded as attention
 from shardcompile.ops.foreach import sharded as foreach

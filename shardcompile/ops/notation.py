@@ -1,8 +1,8 @@
-"""Rules as a line of text: ``"m k, k n -> m n"``.
+"""A notation for rules, similar to einsum: ``"m k, k n -> m n"``.
 
 Each tensor input and output is a list of axis names. Along an axis that an output has, the output is sharded like the
 inputs that have it; along an axis that no output has, the outputs are partial sums. An axis in brackets, ``[k]``, must
-be whole on every rank. A lone ``*`` stands for an input that is whole, whatever its shape.
+not be sharded. A lone ``*`` stands for a replicated input of any shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TERM = re.compile(rf"\*|{_AXIS}(?: {_AXIS})*|")
 
 
 def parse_notation(text: str, op: OpOverload) -> Callable[[OpCall], Iterable[Strategy]]:
-    """The rule that a notation stands for.
+    """Returns the rule that a notation stands for.
 
     Raises:
         RuleError: the text is malformed, or has more tensors than the op.
@@ -45,7 +45,7 @@ def parse_notation(text: str, op: OpOverload) -> Callable[[OpCall], Iterable[Str
 
 @cache
 def split_notation(text: str) -> tuple[Axes, Axes]:
-    """The axis names of inputs and outputs.
+    """Returns the axis names of inputs and outputs.
 
     Raises:
         RuleError: the text is malformed.
@@ -60,7 +60,7 @@ def split_notation(text: str) -> tuple[Axes, Axes]:
     inputs, outputs = (tuple(tuple(term.split()) for term in side) for side in parts)
     shardable = [[a for a in axes if not a.startswith("[")] for axes in inputs + outputs]
     if any(len(set(axes)) < len(axes) for axes in shardable):
-        raise RuleError(f"{text!r}: one tensor has an axis twice; a sharded along it would not be one shard")
+        raise RuleError(f"{text!r}: one tensor has an axis twice; only one of its dims can run along an axis")
     if ("*",) in outputs:
         raise RuleError(f"{text!r}: only inputs may be *")
     unknown = {a for axes in outputs for a in axes} - {a for axes in inputs for a in axes}
@@ -73,19 +73,19 @@ def _strategies(inputs: Axes, outputs: Axes) -> list[Strategy]:
     names = dict.fromkeys(a for axes in inputs for a in axes if not a.startswith("[") and a != "*")
     table = []
     for name in names:
-        places = [axes.index(name) if name in axes else None for axes in inputs]
+        dims = [axes.index(name) if name in axes else None for axes in inputs]
         results: list[int | str | None] = [axes.index(name) if name in axes else "sum" for axes in outputs]
-        table.append(along(places, results))
+        table.append(along(dims, results))
     return table
 
 
 def multilinear(text: str) -> Callable[[OpCall], Iterable[Strategy]]:
-    """A notation for an op that is linear in each input: it passes one partial input on, too."""
+    """Returns the rule of an op that is linear in each input, so that one of the inputs may be partial."""
     inputs, outputs = split_notation(text)
     table = _strategies(inputs, outputs)
     count = len(inputs)
-    for which in range(count):
+    for partial_input in range(count):
         for reduce_op in ("sum", "avg"):
-            ins = [reduce_op if i == which else None for i in range(count)]
+            ins = [reduce_op if i == partial_input else None for i in range(count)]
             table.append(partial(ins, [reduce_op] * len(outputs)))
     return lambda call: table

@@ -1,4 +1,4 @@
-"""The record of an op: all that is said about one overload, in one place."""
+"""The record of an op: everything that the engine knows about one overload, in one place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardcompile.sharding import Layout, is_ordinary
 
 Strategies = Callable[[OpCall], Iterable[Strategy]]
 LocalArgs = Callable[[OpCall, tuple[Any, ...], Sequence[Layout], Callable[[Layout], tuple[Any, ...]]], tuple[Any, ...]]
-"""Makes the positional arguments of the local call. Takes the call, the local arguments, the output layouts, and a
-function that gives this rank's shape of a layout.
+"""Computes the positional arguments of the local call. Takes the call, the arguments with local shards in place of
+tensors, the output layouts, and a function that returns the shape of this rank's local shard for a layout.
 """
 
 Run = Callable[..., object]
-"""Called with the arguments of an op, or of a function, and returns its results."""
+"""Takes the arguments of an op, or of a function, and returns its results."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Rule:
     """How an op runs on local shards.
 
     Attributes:
-        strategies: the legal ways along one mesh dim, besides replicating everything.
-        local_args: how arguments that speak of global sizes are turned into local ones.
-        origin: where it was registered.
+        strategies: the legal strategies along one mesh dim, besides replicating everything.
+        local_args: how arguments that state global sizes are converted to local ones.
+        origin: file and line of the registration.
     """
 
     strategies: Strategies
@@ -40,16 +40,17 @@ class Rule:
     origin: str = ""
 
     def ways(self, call: OpCall) -> Iterator[Strategy]:
-        """The strategies for a call.
+        """Yields the strategies for a call.
 
         Raises:
-            RuleError: one of them does not fit the call.
+            RuleError: a strategy does not fit the call.
         """
-        # torch adds up no such elements. Where an input has others, the result is taken to have those.
-        whole_sums = bool(call.tensors) and not any(is_ordinary(t.dtype) for t in call.tensors)
+        # torch cannot add elements of other dtypes (float8, uint64), so that a Partial output could not be reduced. If
+        # any input has an ordinary dtype, the outputs are assumed to have one, too.
+        not_summable = bool(call.tensors) and not any(is_ordinary(t.dtype) for t in call.tensors)
         for strategy in self.strategies(call):
             self._check(call, strategy)
-            if not (whole_sums and any(isinstance(p, Partial) for p in strategy.outputs)):
+            if not (not_summable and any(isinstance(p, Partial) for p in strategy.outputs)):
                 yield strategy
 
     def _check(self, call: OpCall, strategy: Strategy) -> None:
@@ -68,17 +69,18 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Form:
-    """An op on sharded tensors, written in terms of others.
+class ShardedDecomposition:
+    """A sharded decomposition: an op on sharded tensors, written in terms of other ops on sharded tensors.
 
     Attributes:
-        run: the op; returns NotImplemented for what it does not serve.
-        always: whether every call takes it. Otherwise those do for which the rule would have to send something. Other
-            shards along the dims that tensors are sharded along do not count.
-        stored: which results get the strides that the op itself would give them; the others keep those they come with.
-        preferred: of a call, whether it takes it also where the rule has nothing to send.
-        joined: the op on tensors into whose sharded dims leading ones were flattened; NotImplemented for what is to be
-            brought to shards of neighbouring rows first.
+        run: the decomposition; returns NotImplemented for calls that it does not support.
+        always: whether every call uses it. Otherwise a call uses it where the rule would have to communicate. Changing
+            the shard sizes of a dim that is already sharded does not count as communication here.
+        stored: which results get the strides that the op itself would give them; the others keep the strides with which
+            `run` returns them.
+        preferred: tells for a call whether it uses the decomposition even where the rule does not communicate.
+        joined: the decomposition for tensors whose sharded dim was flattened together with leading dims, so that a
+            local shard consists of several segments; returns NotImplemented for calls that need contiguous shards.
     """
 
     run: Run
@@ -88,63 +90,64 @@ class Form:
     joined: Run | None = None
 
 
-def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> Form:
-    """The form of an op that has no other way to run."""
-    return Form(run, True, stored)
+def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> ShardedDecomposition:
+    """Returns the decomposition of an op that has no rule: every call uses it."""
+    return ShardedDecomposition(run, True, stored)
 
 
 class Order(enum.Enum):
-    """In which order of dims a result is stored, where a trace has to be told. torch 2.11 - 2.15."""
+    """The order of dims in which a result is stored, where a trace has to state it. torch 2.11 - 2.15."""
 
     TOLD = "as torch's fake kernels say"
-    AS_A_SUM = "as the sum of its inputs; torch's fake kernels say otherwise"
+    AS_A_SUM = "like the sum of its inputs; torch's fake kernels say otherwise"
     IN_ROWS = "contiguous, however its inputs are stored; torch's fake kernels say otherwise"
     OF_ROWS = "as torch's fake kernels say if all its inputs are contiguous"
-    ASKED = "as a trace finds its shards stored, and takes for the order on all ranks"
+    ASKED = "as the local shards are stored in the trace, which is taken to be the order on all ranks"
 
     @property
     def needs_rows(self) -> bool:
-        """Whether shards are made contiguous inside of a trace."""
+        """Whether local shards are made contiguous inside a trace."""
         return self in (Order.AS_A_SUM, Order.IN_ROWS, Order.OF_ROWS)
 
 
 @dataclass(frozen=True, eq=False)
 class OpRecord:
-    """What happens to an overload on sharded tensors.
+    """How an overload runs on sharded tensors.
 
     Attributes:
         op: the overload.
-        rule: how it runs on local shards; None if it cannot.
-        sharded: the op in terms of others on the sharded tensors.
-        kernel: what runs on a shard in its place.
-        elementwise: whether all that it reads for an element of its result are that element of its inputs, broadcast.
-        order: in which order of dims its result is stored.
-        keeps_strides: whether its result has the strides of its input, those along sizes of 1 included.
-        indices: finds the index tensors among its arguments, which are looked at before anything is sent.
-        check: raises what kernels raise for arguments of the global shapes, and fake kernels do not.
-        shape_kernel: what is run in its place to find out the shapes and strides of its results.
-        instead: what to use where strides forbid a view; empty if a copy is made then.
-        becomes: of an op that gives a tensor other memory: the tensor that its argument becomes.
-        way_back: of a view op: how a write to a copied view gets back into what is viewed. Takes what is viewed, the
-            new value of the view, the number of the result, and the op's other arguments.
-        copies_shard: whether its view of a shard has to be a copy; or a function that tells it from the layout of what
-            is viewed and that of the view.
-        is_same: of a view op: whether autograd takes its result for the tensor itself, and not for a view of it.
-        one_value: whether it writes one value everywhere, in whatever order.
-        reads_value: whether it reads the value of a tensor of one element. It runs on the full tensor then, by what it
-            is, and not for want of a rule.
-        moves: of an op whose result holds copies of elements of its tensors, and zeros: given its arguments, those
-            tensors.
-        spatial: trailing dims of an image, if it treats all other dims as samples.
-        functions: Python functions of torch that do something of their own above autograd before they call it.
-        not_decomposed: why torch's decomposition is of no use; empty if it is.
-        example: arguments to show what happens to it, in the words of `shardcompile.operators.examples`.
-        origins: for each field where it was stated.
+        rule: how the op runs on local shards; None if it cannot.
+        sharded: the decomposition of the op into other ops on sharded tensors.
+        kernel: the function that runs on a local shard in place of the op.
+        elementwise: whether an element of the result depends only on the same element of the inputs, broadcast.
+        order: the order of dims in which the result is stored.
+        keeps_strides: whether the result has the strides of the input, including those of dims of size 1.
+        indices: yields the index tensors among the arguments, which are checked before any communication.
+        check: raises the errors that kernels raise for arguments of the global shapes, and fake kernels do not.
+        shape_kernel: the function that runs in place of the op to infer the shapes and strides of the results.
+        instead: the op to use where strides do not permit a view; empty if the op makes a copy then.
+        becomes: for an op that changes the memory of a tensor (such as `resize_`): returns the tensor that the argument
+            becomes.
+        way_back: for a view op: writes the value of a copied view back to its base. Takes the base, the new value of
+            the view, the index of the result, and the other arguments of the op.
+        copies_shard: whether the local shard of the view has to be a copy; or a function that decides this from the
+            layouts of the base and of the view.
+        is_same: for a view op: whether autograd treats the result as the tensor itself and not as a view of it.
+        one_value: whether the op writes the same value to every element, so that the order of elements is irrelevant.
+        reads_value: whether the op reads the value of a tensor of one element. It is run on the full tensor because of
+            what it does, and not for lack of a rule.
+        moves: for an op whose result holds only copies of elements of its tensors, and zeros: returns those tensors,
+            given the arguments.
+        spatial: number of trailing image dims, if the op treats all other dims as samples.
+        functions: Python functions of torch that are overridden above autograd and call this op.
+        not_decomposed: why torch's decomposition cannot be used; empty if it can.
+        example: arguments that demonstrate the op, in the notation of `shardcompile.operators.examples`.
+        origins: for each stated field the file and line of the statement.
     """
 
     op: OpOverload
     rule: Rule | None = None
-    sharded: Form | None = None
+    sharded: ShardedDecomposition | None = None
     kernel: Run | None = None
     elementwise: bool = False
     order: Order = Order.TOLD
@@ -168,15 +171,15 @@ class OpRecord:
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws random numbers. What runs on local shards then is in `shardcompile.ops.random.streams`."""
+        """Whether the op draws random numbers. `shardcompile.ops.random.streams` then runs it on local shards."""
         return torch.Tag.nondeterministic_seeded in self.op.tags
 
 
 class Facts(TypedDict, total=False):
-    """What can be stated of an op: the fields of its record."""
+    """The facts that can be stated about an op: the fields of its record."""
 
     rule: Rule
-    sharded: Form | Run
+    sharded: ShardedDecomposition | Run
     kernel: Run
     elementwise: bool
     order: Order

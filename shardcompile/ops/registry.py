@@ -1,7 +1,7 @@
-"""The table of ops: one record for each, and what is said of whole families of them.
+"""The registry of ops: one record for each op, and facts that hold for whole families of ops.
 
-Facts about an op are stated where they are written, and end up in its record, which the engine looks up. What a fact
-is for is said in `record`.
+Facts about an op are stated in the module that implements them. They are collected in the record of the op, which the
+engine looks up. `record` documents each fact.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from typing import Any, Unpack
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.errors import RuleError
 from shardcompile.ops.notation import parse_notation
-from shardcompile.ops.record import Facts, Form, LocalArgs, OpRecord, Rule, Run, Strategies
+from shardcompile.ops.record import Facts, LocalArgs, OpRecord, Rule, Run, ShardedDecomposition, Strategies
 
 Ops = OpOverload | OpOverloadPacket | Sequence[OpOverload | OpOverloadPacket]
-"""An overload, a packet, which stands for all of its overloads, or several."""
+"""An overload, a packet (which stands for all of its overloads), or a sequence of these."""
 
 Family = Callable[[OpOverload], Facts | None]
-"""What holds for an op by its name, its tags or its schema, or None if it is of another family."""
+"""Returns the facts that hold for an op by its name, tags or schema; None if the op is not of the family."""
 
 _RECORDS: dict[OpOverload, OpRecord] = {}
 _FAMILIES: list[Family] = []
 
 FUNCTIONS: dict[object, Run] = {}
-"""By Python function of torch, what it does above autograd. The compiler reads this, so it holds functions only."""
+"""Overrides of Python functions of torch above autograd. The compiler reads this dict, so it holds functions only."""
 
 NAMED_FUNCTIONS: dict[str, Run] = {}
-"""The same of ops that packages define, by name."""
+"""Overrides above autograd of ops that other packages define, by qualified name."""
 
 CONDITIONS: dict[object, Callable[[Sequence[Any]], bool]] = {}
-"""By Python function, which calls those of `FUNCTIONS` take that do not take every one."""
+"""For functions whose override in `FUNCTIONS` does not take every call: whether it takes these arguments."""
 
 
 def overloads(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
-    """An overload itself, or all overloads of a packet."""
+    """Returns the overload itself, or all overloads of a packet."""
     if isinstance(op, OpOverload):
         return [op]
     return [getattr(op, name) for name in op.overloads()]
 
 
 def register(op: Ops, rule: str | Strategies, local_args: LocalArgs | None = None) -> None:
-    """Register the rule of one or several ops.
+    """Registers the rule of one or several ops.
 
     Args:
         op: an overload, a packet (all of its overloads), or several.
         rule: a notation such as ``"m k, k n -> m n"``, or a function from an `OpCall` to strategies.
-        local_args: how arguments that speak of global sizes are turned into local ones.
+        local_args: how arguments that state global sizes are converted to local ones.
 
     Raises:
         RuleError: the notation is malformed or does not fit the op, or the op has a rule already.
@@ -61,14 +61,14 @@ def register(op: Ops, rule: str | Strategies, local_args: LocalArgs | None = Non
 
 
 def state(op: Ops, **facts: Unpack[Facts]) -> None:
-    """State facts about one or several ops, the fields of `OpRecord`.
+    """States facts about one or several ops: fields of `OpRecord`.
 
     Args:
         op: an overload, a packet (all of its overloads), or several.
-        facts: each may be stated once for an op.
+        facts: the facts; each may be stated once for an op.
 
     Raises:
-        RuleError: one was stated before.
+        RuleError: a fact was stated before.
     """
     origin = _caller()
     for overload in _all(op):
@@ -78,20 +78,20 @@ def state(op: Ops, **facts: Unpack[Facts]) -> None:
 def state_function(
     functions: Sequence[object], run: Run, of: Ops = (), when: Callable[[Sequence[object]], bool] | None = None
 ) -> None:
-    """State what Python functions of torch do above autograd.
+    """Overrides Python functions of torch above autograd.
 
     Args:
-        functions: as `__torch_function__` gets them.
-        run: called with the function and its arguments.
-        of: the ops that they call at last, if there are some.
-        when: of the positional arguments, whether `run` takes a call; every one if there is none.
+        functions: the functions, as `__torch_function__` receives them.
+        run: the override; called with the function and its arguments.
+        of: the ops that the functions call in the end, if any.
+        when: tells from the positional arguments whether `run` takes a call; by default it takes every call.
 
     Raises:
-        RuleError: one is spoken for already.
+        RuleError: a function already has an override.
     """
     for function in functions:
         if function in FUNCTIONS:
-            raise RuleError(f"{function} already does something above autograd, {FUNCTIONS[function]}")
+            raise RuleError(f"{function} already has an override above autograd, {FUNCTIONS[function]}")
         FUNCTIONS[function] = run
         if when is not None:
             CONDITIONS[function] = when
@@ -100,22 +100,22 @@ def state_function(
 
 
 def state_named_function(name: str, run: Run) -> None:
-    """`state_function` of an op that exists as soon as somebody imports the package that defines it.
+    """Overrides an op above autograd that exists only once the package that defines it is imported.
 
     Args:
-        name: of the op with its namespace, without an overload.
-        run: called with the op and its arguments.
+        name: qualified name of the op, with its namespace and without an overload.
+        run: the override; called with the op and its arguments.
 
     Raises:
-        RuleError: it is spoken for already.
+        RuleError: the op already has an override.
     """
     if name in NAMED_FUNCTIONS:
-        raise RuleError(f"{name} already does something above autograd, {NAMED_FUNCTIONS[name]}")
+        raise RuleError(f"{name} already has an override above autograd, {NAMED_FUNCTIONS[name]}")
     NAMED_FUNCTIONS[name] = run
 
 
 def family(facts: Family) -> Family:
-    """State, as a decorator, what holds for all ops of a kind where their records say nothing themselves."""
+    """Registers, as a decorator, facts of a family of ops. Facts that are stated for an op itself take precedence."""
     _FAMILIES.append(facts)
     record_of.cache_clear()
     return facts
@@ -123,7 +123,7 @@ def family(facts: Family) -> Family:
 
 @functools.cache
 def record_of(op: OpOverload) -> OpRecord:
-    """The record of an op, whether or not anything was stated of it."""
+    """Returns the record of an op, whether or not any fact was stated about it."""
     record = _RECORDS.get(op, OpRecord(op))
     for facts_of in _FAMILIES:
         facts = facts_of(op)
@@ -133,24 +133,24 @@ def record_of(op: OpOverload) -> OpRecord:
 
 
 def records() -> Iterator[OpRecord]:
-    """The records of all ops of which something was stated."""
+    """Yields the records of all ops about which a fact was stated."""
     return map(record_of, list(_RECORDS))
 
 
 def find_rule(op: OpOverload) -> Rule | None:
-    """The rule that was registered for an op, or None."""
+    """Returns the rule that was registered for an op, or None."""
     record = _RECORDS.get(op)
     return None if record is None else record.rule
 
 
 def replace_rule(op: OpOverload, rule: Rule) -> None:
-    """Put a user's rule in place of ours."""
+    """Replaces the rule of an op by one of the user."""
     _RECORDS[op] = _with(_RECORDS.get(op, OpRecord(op)), {"rule": rule}, rule.origin)
     record_of.cache_clear()
 
 
 def registered_ops() -> list[OpOverload]:
-    """All ops that have a rule."""
+    """Returns all ops that have a rule."""
     return [op for op, record in _RECORDS.items() if record.rule is not None]
 
 
@@ -170,12 +170,12 @@ def _state(op: OpOverload, facts: Mapping[str, object], origin: str) -> None:
 
 def _with(record: OpRecord, facts: Mapping[str, Any], origin: str) -> OpRecord:
     sharded = facts.get("sharded")
-    if sharded is not None and not isinstance(sharded, Form):
-        facts = {**facts, "sharded": Form(sharded)}
+    if sharded is not None and not isinstance(sharded, ShardedDecomposition):
+        facts = {**facts, "sharded": ShardedDecomposition(sharded)}
     return replace(record, **facts, origins={**record.origins, **dict.fromkeys(facts, origin)})
 
 
 def _caller() -> str:
-    """File and line of the statement that calls a function of this module."""
-    frame = sys._getframe(2)  # inspect.stack would read source files, a second in all
+    """Returns file and line of the statement that calls a function of this module."""
+    frame = sys._getframe(2)  # inspect.stack would read source files, which takes a second in all
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""What a rule says: the legal ways to run an op along one mesh dim."""
+"""Strategies: what a rule returns, the legal ways to run an op along one mesh dim."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardcompile.sharding import IntLike, Layout, Partition
 
 OnPartition = Callable[[Partition], Partition | None]
-"""How the partition of an output follows from the partition of the inputs; None if it cannot be expressed."""
+"""Maps the partition of the inputs to the partition of an output; returns None if it cannot be expressed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
     """One legal way to run an op along one mesh dim.
 
-    All inputs that it shards are identically sharded, and so are the outputs that it shards, unless `on_partition`
-    says how their partition follows.
+    All sharded inputs have the same partition. Sharded outputs have it, too, unless `on_partition` maps it to
+    another one.
 
     Attributes:
         inputs: required placement of each tensor input, in the order of the arguments.
-        outputs: placement of each tensor output; a list of tensors counts as one.
+        outputs: placement of each tensor output; a list of tensors counts as one output.
         on_partition: the partition of sharded outputs as a function of that of the inputs.
-        other_partition: another partition that the inputs may be brought to, as a function of one that an input has.
+        other_partition: another partition to which the inputs may be resharded, as a function of the partition of an
+            input.
     """
 
     inputs: tuple[Placement, ...]
@@ -37,7 +38,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class TensorArg:
-    """What a rule may know of a tensor argument: its global shape, dtype and layout."""
+    """A tensor argument as a rule sees it: global shape, dtype and layout."""
 
     layout: Layout
 
@@ -74,7 +75,7 @@ class OpCall:
     tensors: tuple[TensorArg, ...] = ()
 
     def arg(self, index: int, name: str, default: object = None) -> Any:
-        """An argument that may be given by position, by name, or not at all."""
+        """Returns an argument that may be given by position, by name, or not at all."""
         if index < len(self.args):
             return self.args[index]
         return self.kwargs.get(name, default)
@@ -84,12 +85,12 @@ REPLICATE = Replicate()
 
 
 def replicate_all(inputs: int, outputs: int) -> Strategy:
-    """The strategy that is always legal: whole inputs, whole outputs."""
+    """Returns the strategy that is always legal: replicated inputs, replicated outputs."""
     return Strategy((REPLICATE,) * inputs, (REPLICATE,) * outputs)
 
 
 def shard(dim: int | None) -> Placement:
-    """`Shard(dim)`, or `Replicate()` for None."""
+    """Returns `Shard(dim)`, or `Replicate()` for None."""
     return REPLICATE if dim is None else Shard(dim)
 
 
@@ -99,11 +100,11 @@ def along(
     on_partition: OnPartition | None = None,
     other_partition: OnPartition | None = None,
 ) -> Strategy:
-    """The strategy that divides an axis which the tensors share.
+    """Returns the strategy that shards an axis which the tensors share.
 
     Args:
-        inputs: for each input the dim of the axis, or None if it does not have it.
-        outputs: for each output the same, or the reduction that is pending there.
+        inputs: for each input the dim that runs along the axis, or None if it has no such dim.
+        outputs: for each output the same, or the pending reduction (as in `Partial`) if the axis is reduced.
         on_partition: as in `Strategy`.
         other_partition: as in `Strategy`.
     """
@@ -116,7 +117,7 @@ def along(
 
 
 def partial(inputs: Sequence[str | None], outputs: Sequence[str | None]) -> Strategy:
-    """The strategy that passes a pending reduction on; None stands for whole tensors."""
+    """Returns the strategy that propagates a pending reduction; None stands for replicated tensors."""
     return Strategy(
         tuple(Partial(p) if p else REPLICATE for p in inputs), tuple(Partial(p) if p else REPLICATE for p in outputs)
     )

@@ -1,1 +1,1 @@
-"""Attention: fused ops on local shards, around a ring, over packed documents."""
+"""Attention: fused ops on local shards, ring attention, and attention within packed documents."""

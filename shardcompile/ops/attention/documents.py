@@ -1,7 +1,7 @@
-"""Attention of packed documents: rows of several sequences one after the other. Each row sees its own sequence only.
+"""Attention within packed documents: sequences are concatenated along the rows, and each attends to itself only.
 
-The ops loop over documents at run time, so that a graph serves any number of them. Each is attended to by torch's fused
-kernels, see `shardcompile.ops.attention.kernels`.
+The ops loop over documents at run time, so that one graph serves any number of documents. Attention within a document
+is computed by torch's fused kernels, see `shardcompile.ops.attention.kernels`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LIBRARY.define(
 _ops = torch.ops.shardcompile
 
 
-def _pieces(
+def _document_slices(
     ends: Tensor, total: int, first_query: int, queries: int, first_key: int, keys: int, causal: bool
 ) -> Iterator[tuple[slice, slice, int]]:
-    """By document: its rows of the query's shard, the keys that it needs, and the shift of its scores."""
+    """Yields, for each document with rows in the local query, these rows, its rows of the keys, and the shift."""
     for start, end in documents_of(ends, total):
         a, b = max(start, first_query), min(end, first_query + queries)
         c, d = start, b if causal else end
@@ -40,8 +40,8 @@ def _pieces(
             yield slice(a - first_query, b - first_query), slice(c - first_key, d - first_key), a - c
 
 
-def _by_heads(x: Tensor, rows: slice) -> Tensor:
-    """Rows [n, heads, features] as the kernels take them."""
+def _heads_first(x: Tensor, rows: slice) -> Tensor:
+    """Returns rows of [n, heads, features] in the layout of the kernels: [1, heads, rows, features]."""
     return x[rows].transpose(0, 1).unsqueeze(0)
 
 
@@ -56,12 +56,14 @@ def _attend_documents(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    out, denominator = _fake_attend(query, key, value)
-    for r, c, shift in _pieces(ends, total, first_query, query.shape[0], first_key, key.shape[0], causal):
-        part, lse = attend(_by_heads(query, r), _by_heads(key, c), _by_heads(value, c), None, causal, shift, scale)
+    out, lse = _fake_attend(query, key, value)
+    for r, c, shift in _document_slices(ends, total, first_query, query.shape[0], first_key, key.shape[0], causal):
+        part, part_lse = attend(
+            _heads_first(query, r), _heads_first(key, c), _heads_first(value, c), None, causal, shift, scale
+        )
         out[r] = part[0].transpose(0, 1)
-        denominator[:, r] = lse[0]
-    return out, denominator
+        lse[:, r] = part_lse[0]
+    return out, lse
 
 
 def _attend_documents_backward(
@@ -70,7 +72,7 @@ def _attend_documents_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    denominator: Tensor,
+    lse: Tensor,
     ends: Tensor,
     total: int,
     first_query: int,
@@ -79,11 +81,11 @@ def _attend_documents_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    for r, c, shift in _pieces(ends, total, first_query, query.shape[0], first_key, key.shape[0], causal):
-        q, k, v, o, g = (_by_heads(x, s) for x, s in ((query, r), (key, c), (value, c), (out, r), (grad, r)))
-        found = attend_backward(g, q, k, v, o, denominator[None, :, r], None, causal, shift, scale)
-        for whole, part, rows in zip(grads, found, (r, c, c), strict=True):
-            whole[rows] = part[0].transpose(0, 1)
+    for r, c, shift in _document_slices(ends, total, first_query, query.shape[0], first_key, key.shape[0], causal):
+        q, k, v, o, g = (_heads_first(x, s) for x, s in ((query, r), (key, c), (value, c), (out, r), (grad, r)))
+        part_grads = attend_backward(g, q, k, v, o, lse[None, :, r], None, causal, shift, scale)
+        for full, part, rows in zip(grads, part_grads, (r, c, c), strict=True):
+            full[rows] = part[0].transpose(0, 1)
     return grads  # type: ignore[return-value]
 
 
@@ -97,12 +99,12 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: 
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
-def _keep(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, ends, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, *output, ends)
 
 
-def _gradients(ctx: Any, grad: Tensor, _: object) -> tuple[object, ...]:
+def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[object, ...]:
     *tensors, ends = ctx.saved_tensors
     grads = _ops.attend_documents_backward(grad, *tensors, ends, *ctx.rest)
     return (*grads, None, *[None] * len(ctx.rest))
@@ -112,11 +114,14 @@ _LIBRARY.impl("attend_documents", _attend_documents, "CompositeExplicitAutograd"
 _LIBRARY.impl("attend_documents_backward", _attend_documents_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend_documents", _fake_attend, lib=_LIBRARY)
 torch.library.register_fake("shardcompile::attend_documents_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("shardcompile::attend_documents", _gradients, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("shardcompile::attend_documents", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 attend_documents = _ops.attend_documents.default
-"""Attention within documents. Takes rows of the query [n, heads, features], keys [m, heads, features] and values
-(which may have fewer heads); where documents begin and end; the number of all rows; the numbers of the first row of
-query and key; whether a row sees only rows in front of it; and a factor of the scores. Gives the result [n, heads,
-features] and the logarithm of the softmax's denominator [heads, n]. Differentiable.
+"""Attention within packed documents. Differentiable.
+
+Takes rows of the query [n, heads, features]; rows of keys [m, heads, features] and values (which may have fewer heads);
+the boundaries of the documents (``cu_seqlens``); the total number of rows; the global indices of the first row of the
+query and of the first row of the keys; whether attention is causal; and the scale of the scores.
+
+Returns the result [n, heads, features] and the logsumexp of the scores [heads, n].
 """

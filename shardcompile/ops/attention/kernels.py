@@ -1,10 +1,10 @@
-"""Attention of a shard of queries over a shard of keys, by torch's fused kernels.
+"""Attention of a local shard of queries over a shard of keys, by torch's fused kernels.
 
-The ops decide at run time what the kernels cannot be asked while tracing: whether a shard is empty, which kernels
-refuse or crash on, and where its rows and columns lie in the whole matrix of scores. A causal mask then divides a shard
-of scores into a rectangle in which all counts and a square that is causal by itself; their results are merged by their
-denominators (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). So no shard of scores is
-ever held, nor a mask of its size.
+The ops decide at run time what a trace cannot know: whether a shard is empty, which kernels refuse or crash on, and
+where its rows and columns are in the full matrix of scores. A causal mask divides the block of scores of a shard into
+rectangles that are not masked and a square that is causal by itself. Their results are merged by online softmax (Liu,
+Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). The block of scores, or a mask of its size, is
+never materialized.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-# A CUDA graph may hold them: it is made for numbers that come in, sizes and `shift`, and nothing else decides.
+# A CUDA graph may capture them: it is specialized on integer inputs, which are the sizes and `shift`, and these alone
+# determine which kernels run.
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout]
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, SymInt shift, float scale) "
@@ -42,16 +43,16 @@ _LIBRARY.define(
 Shape = Sequence[int]
 _FLASH_FEATURES = 256
 _ALIGNED_SCORES = 16
-"""Elements to which rows of a mask have to be aligned for the memory-efficient kernel."""
+"""Alignment of the rows of a mask, in elements, that the memory-efficient kernel requires."""
 
 
 class Piece(NamedTuple):
-    """Rows and columns of a shard of scores that a kernel computes at once.
+    """A rectangle of the block of scores, which one kernel call computes.
 
     Attributes:
-        rows: of the query.
+        rows: rows of the query.
         columns: rows of the key.
-        square: whether only the columns up to a row's own number in the piece count.
+        square: whether the piece is causal by itself: row i attends to the columns up to i, counted within the piece.
     """
 
     rows: slice
@@ -60,13 +61,13 @@ class Piece(NamedTuple):
 
 
 def pieces_of(rows: int, columns: int, causal: bool, shift: int) -> list[Piece]:
-    """How a shard of scores is computed.
+    """Divides a block of scores into the pieces that are not masked.
 
     Args:
-        rows: of the query's shard.
-        columns: of the key's shard.
-        causal: whether row i sees the columns up to ``i + shift`` only.
-        shift: where the shard lies: its first row's number less its first column's.
+        rows: number of rows of the query's shard.
+        columns: number of rows of the key's shard.
+        causal: whether row i attends to the columns up to ``i + shift`` only.
+        shift: global index of the first row minus that of the first column.
 
     Returns:
         Pieces that are not empty, at most two for any row.
@@ -74,8 +75,8 @@ def pieces_of(rows: int, columns: int, causal: bool, shift: int) -> list[Piece]:
     if not causal:
         parts = [(0, rows, 0, columns, False)]
     else:
-        first = min(max(-shift, 0), rows)  # rows before it see nothing
-        before = min(max(shift, 0), columns)  # columns that all rows see
+        first = min(max(-shift, 0), rows)  # rows before it attend to nothing
+        before = min(max(shift, 0), columns)  # columns to which all rows attend
         last = first + min(columns - before, rows - first)
         parts = [
             (first, last, 0, before, False),
@@ -86,7 +87,7 @@ def pieces_of(rows: int, columns: int, causal: bool, shift: int) -> list[Piece]:
 
 
 class _Inputs(NamedTuple):
-    """What a kernel attends with, forward and backward."""
+    """Inputs of a kernel, forward and backward."""
 
     query: Tensor
     key: Tensor
@@ -97,7 +98,7 @@ class _Inputs(NamedTuple):
 
 
 _Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+"""Gradients of query, key and value."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class _Kernels:
     """A pair of torch's fused kernels.
 
     Attributes:
-        forward: from the inputs to the result and the logarithm of the softmax's denominator.
-        backward: from the result's gradient, the inputs, the result and the logarithm to the gradients.
+        forward: maps the inputs to the result and the logsumexp of the scores.
+        backward: maps the gradient of the result, the inputs, the result and the logsumexp to the gradients.
     """
 
     forward: Callable[[_Inputs], tuple[Tensor, Tensor]]
@@ -115,36 +116,36 @@ class _Kernels:
 
 def _cpu(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    features, of_values = x.query.shape[-1], x.value.shape[-1]
-    widest = max(features, of_values)  # the kernel takes as many of all three
+    features, value_features = x.query.shape[-1], x.value.shape[-1]
+    widest = max(features, value_features)  # the kernel requires the same number for all three
     q, k, v = (_with_features(t, widest) for t in x[:3])
-    out, denominator = op(q, k, v, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
-    return out[..., :of_values], denominator
+    out, lse = op(q, k, v, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
+    return out[..., :value_features], lse
 
 
 def _cpu_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    features, of_values = x.query.shape[-1], x.value.shape[-1]
-    widest = max(features, of_values)
+    features, value_features = x.query.shape[-1], x.value.shape[-1]
+    widest = max(features, value_features)
     grad, q, k, v, out = (_with_features(t, widest) for t in (grad, *x[:3], out))
     grad_q, grad_k, grad_v = op(grad, q, k, v, out, lse, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
-    return grad_q[..., :features], grad_k[..., :features], grad_v[..., :of_values]
+    return grad_q[..., :features], grad_k[..., :features], grad_v[..., :value_features]
 
 
 def _with_features(x: Tensor, features: int) -> Tensor:
-    """Pad the features of each row with zeros, which change no product."""
+    """Pads the features of each row with zeros, which do not change dot products."""
     return x if x.shape[-1] == features else aten.constant_pad_nd(x, [0, features - x.shape[-1]])
 
 
 def _flash(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention.default
-    out, denominator = op(*x[:3], 0.0, x.causal, False, scale=x.scale)[:2]
-    return out, denominator
+    out, lse = op(*x[:3], 0.0, x.causal, False, scale=x.scale)[:2]
+    return out, lse
 
 
 def _flash_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
     op = aten._scaled_dot_product_flash_attention_backward.default
-    state = x.query.new_zeros(2, dtype=torch.uint64)  # of random numbers, of which none are drawn
+    state = x.query.new_zeros(2, dtype=torch.uint64)  # of a random number generator; without dropout it is not used
     rows, columns = x.query.shape[2], x.key.shape[2]
     args = (out, lse.contiguous(), None, None, rows, columns, 0.0, x.causal, state, state[:0])
     grad_q, grad_k, grad_v = op(grad, *x[:3], *args, scale=x.scale)
@@ -153,9 +154,9 @@ def _flash_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Grad
 
 def _efficient(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_efficient_attention.default
-    q, k, v = _with_equal_heads(x)
-    out, denominator = op(q, k, v, _as_bias(x), True, 0.0, x.causal, scale=x.scale)[:2]
-    return out, denominator[..., : q.shape[2]]  # it is padded
+    q, k, v = _repeat_heads(x)
+    out, lse = op(q, k, v, _aligned_mask(x), True, 0.0, x.causal, scale=x.scale)[:2]
+    return out, lse[..., : q.shape[2]]  # the kernel pads it
 
 
 def _efficient_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
@@ -163,14 +164,14 @@ def _efficient_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _
     lse = aten.constant_pad_nd(lse, [0, -lse.shape[-1] % 32], float("inf"))
     state = x.query.new_zeros((), dtype=torch.int64)
     wanted = [True, True, True, False]
-    args = (_as_bias(x), out, lse, state, state, 0.0, wanted, x.causal)
-    grad_q, grad_k, grad_v, _ = op(grad, *_with_equal_heads(x), *args, scale=x.scale)
+    args = (_aligned_mask(x), out, lse, state, state, 0.0, wanted, x.causal)
+    grad_q, grad_k, grad_v, _ = op(grad, *_repeat_heads(x), *args, scale=x.scale)
     heads = x.key.shape[1]
     return grad_q, summed_heads(grad_k, heads), summed_heads(grad_v, heads)
 
 
-def _as_bias(x: _Inputs) -> Tensor | None:
-    """A mask of full size whose rows are aligned."""
+def _aligned_mask(x: _Inputs) -> Tensor | None:
+    """Returns the mask expanded to the shape of the scores, with aligned rows."""
     if x.mask is None:
         return None
     columns = x.key.shape[2]
@@ -178,35 +179,37 @@ def _as_bias(x: _Inputs) -> Tensor | None:
     return padded[..., :columns].expand(*x.query.shape[:3], columns)
 
 
-def _with_equal_heads(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _repeat_heads(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
     heads = x.query.shape[1]
     return x.query, repeated_heads(x.key, heads), repeated_heads(x.value, heads)
 
 
 def repeated_heads(x: Tensor, heads: IntLike) -> Tensor:
-    """Repeat heads of keys or values [batch, heads, rows, features] for each head of the query that uses them.
+    """Repeats heads of keys or values [batch, heads, rows, features] for each query head that uses them.
 
     Args:
         x: a plain or sharded tensor.
-        heads: the query's.
+        heads: number of query heads.
     """
-    batch, own, rows, features = x.shape
-    if own is heads or own == heads:
+    batch, kv_heads, rows, features = x.shape
+    if kv_heads is heads or kv_heads == heads:
         return x
-    return x.unsqueeze(2).expand(batch, own, heads // own, rows, features).reshape(batch, heads, rows, features)
+    return (
+        x.unsqueeze(2).expand(batch, kv_heads, heads // kv_heads, rows, features).reshape(batch, heads, rows, features)
+    )
 
 
 def summed_heads(x: Tensor, heads: IntLike) -> Tensor:
-    """Inverse of `repeated_heads` for gradients.
+    """Sums gradients over repeated heads: the adjoint of `repeated_heads`.
 
     Args:
         x: a plain or sharded tensor.
-        heads: those of the keys or values.
+        heads: number of heads of the keys or values.
     """
-    batch, many, rows, features = x.shape
-    if many is heads or many == heads:
+    batch, query_heads, rows, features = x.shape
+    if query_heads is heads or query_heads == heads:
         return x
-    return x.reshape(batch, heads, many // heads, rows, features).sum(2)
+    return x.reshape(batch, heads, query_heads // heads, rows, features).sum(2)
 
 
 _ON_CPU = _Kernels(_cpu, _cpu_backward)
@@ -215,7 +218,7 @@ _EFFICIENT = _Kernels(_efficient, _efficient_backward)
 
 
 def _kernels(q: Tensor, v: Tensor, mask: Tensor | None) -> _Kernels:
-    """The fastest kernels that take these tensors."""
+    """Returns the fastest kernels that support these tensors."""
     if q.device.type == "cpu":
         return _ON_CPU
     features = q.shape[-1]
@@ -223,13 +226,16 @@ def _kernels(q: Tensor, v: Tensor, mask: Tensor | None) -> _Kernels:
     return _FLASH if mask is None and q.dtype in HALVES and fits_flash else _EFFICIENT
 
 
-def _by_rows(like: Tensor, features: int | torch.SymInt, rows: int | torch.SymInt) -> Tensor:
-    """Memory for a result, stored as the fused kernels do, so that heads can be joined by a view."""
+def _new_result(like: Tensor, features: int | torch.SymInt, rows: int | torch.SymInt) -> Tensor:
+    """Allocates a result, stored as [batch, rows, heads, features] like those of the fused kernels.
+
+    Heads and features can then be flattened by a view.
+    """
     batch, heads = like.shape[:2]
     return like.new_empty([batch, rows, heads, features]).transpose(1, 2)
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -float("inf"))
@@ -239,28 +245,28 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, shift: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = query.shape
-    out = _by_rows(query, value.shape[-1], rows).zero_()
-    denominator = query.new_full([batch, heads, rows], -float("inf"), dtype=wide_dtype(query.dtype))
+    out = _new_result(query, value.shape[-1], rows).zero_()
+    lse = query.new_full([batch, heads, rows], -float("inf"), dtype=wide_dtype(query.dtype))
     pieces = pieces_of(rows, key.shape[2], causal, shift) if batch and heads else []
     if not pieces:
-        return out, denominator
-    kernels, mask = _kernels(query, value, mask), _additive(mask, query.dtype)
+        return out, lse
+    kernels, mask = _kernels(query, value, mask), _as_additive(mask, query.dtype)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    wide = out if len(pieces) == 1 else out.to(denominator.dtype)
+    wide = out if len(pieces) == 1 else out.to(lse.dtype)
     for r, c, square in pieces:
-        part, lse = kernels.forward(_Inputs(query[:, :, r], key[:, :, c], value[:, :, c], mask, square, scale))
+        part, part_lse = kernels.forward(_Inputs(query[:, :, r], key[:, :, c], value[:, :, c], mask, square, scale))
         if len(pieces) > 1:
-            total = torch.logaddexp(denominator[:, :, r], lse)
-            weight = (denominator[:, :, r] - total).exp().unsqueeze(-1)
-            part, lse = wide[:, :, r] * weight + part * (lse - total).exp().unsqueeze(-1), total
+            total = torch.logaddexp(lse[:, :, r], part_lse)
+            weight = (lse[:, :, r] - total).exp().unsqueeze(-1)
+            part, part_lse = wide[:, :, r] * weight + part * (part_lse - total).exp().unsqueeze(-1), total
         wide[:, :, r] = part
-        denominator[:, :, r] = lse
+        lse[:, :, r] = part_lse
     out = out if wide is out else out.copy_(wide)
-    if mask is not None:  # kernels differ in what they give for a row of which nothing counts
+    if mask is not None:  # kernels differ in the result of a row that is fully masked
         hidden = (mask == -float("inf")).all(-1)
         out.masked_fill_(hidden.unsqueeze(-1), 0)
-        denominator.masked_fill_(hidden, -float("inf"))
-    return out, denominator
+        lse.masked_fill_(hidden, -float("inf"))
+    return out, lse
 
 
 def _attend_backward(
@@ -269,24 +275,24 @@ def _attend_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    denominator: Tensor,
+    lse: Tensor,
     mask: Tensor | None,
     causal: bool,
     shift: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, rows, _ = query.shape
-    grads = tuple(_by_rows(x, x.shape[-1], x.shape[2]).zero_() for x in (query, key, value))
+    grads = tuple(_new_result(x, x.shape[-1], x.shape[2]).zero_() for x in (query, key, value))
     pieces = pieces_of(rows, key.shape[2], causal, shift) if batch and heads else []
     if not pieces:
         return grads  # type: ignore[return-value]
-    kernels, mask = _kernels(query, value, mask), _additive(mask, query.dtype)
+    kernels, mask = _kernels(query, value, mask), _as_additive(mask, query.dtype)
     grad, query, key, value, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
-    denominator = denominator.masked_fill(denominator == -float("inf"), 0)  # the scores alone make their weights 0
-    wide = grads if len(pieces) == 1 else tuple(g.to(denominator.dtype) for g in grads)
+    lse = lse.masked_fill(lse == -float("inf"), 0)  # the scores are -inf, so the weights are 0 anyway
+    wide = grads if len(pieces) == 1 else tuple(g.to(lse.dtype) for g in grads)
     for r, c, square in pieces:
         inputs = _Inputs(query[:, :, r], key[:, :, c], value[:, :, c], mask, square, scale)
-        grad_q, grad_k, grad_v = kernels.backward(grad[:, :, r], inputs, out[:, :, r], denominator[:, :, r])
+        grad_q, grad_k, grad_v = kernels.backward(grad[:, :, r], inputs, out[:, :, r], lse[:, :, r])
         wide[0][:, :, r] += grad_q
         wide[1][:, :, c] += grad_k
         wide[2][:, :, c] += grad_v
@@ -297,22 +303,24 @@ def _fake_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, shift: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = query.shape
-    return _by_rows(query, value.shape[-1], rows), query.new_empty([batch, heads, rows], dtype=wide_dtype(query.dtype))
+    return _new_result(query, value.shape[-1], rows), query.new_empty(
+        [batch, heads, rows], dtype=wide_dtype(query.dtype)
+    )
 
 
 def _fake_attend_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, ...]:
-    return tuple(_by_rows(x, x.shape[-1], x.shape[2]) for x in (query, key, value))
+    return tuple(_new_result(x, x.shape[-1], x.shape[2]) for x in (query, key, value))
 
 
-def _attend_more(out: Tensor, denominator: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    part, lse = _attend(query, *others)
-    total = torch.logaddexp(denominator, lse)
-    before, now = (torch.where(x == -float("inf"), 0.0, (x - total).exp()).unsqueeze(-1) for x in (denominator, lse))
-    return part.to(out.dtype).mul_(now).addcmul_(out, before), total  # in the memory of the part, which is ours
+def _attend_more(out: Tensor, lse: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    part, part_lse = _attend(query, *others)
+    total = torch.logaddexp(lse, part_lse)
+    before, now = (torch.where(x == -float("inf"), 0.0, (x - total).exp()).unsqueeze(-1) for x in (lse, part_lse))
+    return part.to(out.dtype).mul_(now).addcmul_(out, before), total  # in place: no one else holds the part
 
 
-def _fake_attend_more(out: Tensor, denominator: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _by_rows(out, out.shape[-1], out.shape[2]), denominator.new_empty(denominator.shape)
+def _fake_attend_more(out: Tensor, lse: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _new_result(out, out.shape[-1], out.shape[2]), lse.new_empty(lse.shape)
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
@@ -323,41 +331,51 @@ _LIBRARY.impl("attend_more", _attend_more, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend_more", _fake_attend_more, lib=_LIBRARY)
 
 attend = torch.ops.shardcompile.attend.default
-"""Attention. Takes query [batch, heads, rows, features], key and value (which may have fewer heads); a mask that is
-added to the scores or tells which count (or None); whether row i sees the columns up to ``i + shift`` only; and a
-factor of the scores. Gives the result and the logarithm of the softmax's denominator [batch, heads, rows]. A mask
-and `causal` exclude each other.
+"""Attention of a shard of queries over a shard of keys.
+
+Takes query [batch, heads, rows, features]; key and value (which may have fewer heads); a mask, either additive or
+boolean, or None; `causal`, by which row i attends to the columns up to ``i + shift`` only; `shift`; and the scale of
+the scores. A mask and `causal` exclude each other.
+
+Returns the result and the logsumexp of the scores [batch, heads, rows].
 """
 
 attend_backward = torch.ops.shardcompile.attend_backward.default
-"""Takes the result's gradient, and the arguments and results of `attend`. Gives the gradients of query, key and
-value. The result and the logarithm may be those of more keys than these: gradients of shards of keys add up.
+"""The backward op of `attend`.
+
+Takes the gradient of the result, and the arguments and results of `attend`. Returns the gradients of query, key and
+value. The result and the logsumexp may be those over more keys than these: the gradients of shards of keys add up.
 """
 
 attend_more = torch.ops.shardcompile.attend_more.default
-"""Merge more keys. Takes the results of `attend` over some keys (the first in the dtype of the second) and the
-arguments of `attend` with other keys. Gives the results over all of them.
+"""Accumulates attention over more keys by online softmax.
+
+Takes the results of `attend` over some keys (the result in the dtype of the logsumexp) and the arguments of `attend`
+with other keys. Returns the results over all of these keys.
 """
 
 
-def _count(shapes: Sequence[Sequence[int]], products: int) -> int:
-    """Operations of products of scores with features, all of them: what a causal mask leaves out is not known."""
-    (batch, heads, rows, features), (_, _, columns, _), (_, _, _, of_values) = shapes
-    return products * batch * heads * rows * columns * (features + of_values)
+def _count_flops(shapes: Sequence[Sequence[int]], products: int) -> int:
+    """Counts the operations of matrix products between scores and features.
+
+    Masked scores are included: a trace does not know which ones a causal mask leaves out.
+    """
+    (batch, heads, rows, features), (_, _, columns, _), (_, _, _, value_features) = shapes
+    return products * batch * heads * rows * columns * (features + value_features)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend)
 def _attend_flop(query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _count([query, key, value], 2)
+    return _count_flops([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_more)
 def _attend_more_flop(
     _: object, __: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object
 ) -> int:
-    return _count([query, key, value], 2)
+    return _count_flops([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_backward)
 def _attend_backward_flop(_: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _count([query, key, value], 5)
+    return _count_flops([query, key, value], 5)

@@ -1,10 +1,10 @@
-"""Which way attention goes on sharded tensors, decided by layouts and settings, so that every rank decides alike.
+"""Chooses the strategy of attention on sharded tensors from layouts and settings, so that the choice is rank-invariant.
 
-A rank attends from its part of the batch, of the heads, or of the query's rows. For rows it gathers the keys and
-values, or has them come a shard at a time; or over its own part of the keys, where the query is whole. Each way is
-priced: bytes that are sent, what a rank holds for it, and a predicted time, by the constants of
-`shardcompile.machines`. Shards are taken for ones that balance the work, as sizes are not known while tracing. No
-tensors here.
+Attention is sharded over the batch, over the heads, or over the rows of the query. In the last case keys and values are
+gathered, or sent around a ring one shard at a time. If the query is replicated, attention may be sharded over the keys.
+The cost of a strategy is the bytes that are sent, the bytes that a rank holds, and a time that is predicted from the
+constants of `shardcompile.machines`. All shards count as equal, as sizes are not known while tracing. This module does
+not touch tensors.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ BATCH, HEADS, ROWS = 0, 1, 2
 """Dims of queries, keys and values."""
 
 _RING = "ring"
-_WORDS = {
+_DESCRIPTIONS = {
     _RING: "by a ring",
     "gather": "with all keys and values gathered",
     "heads": "by heads",
-    "batch": "by parts of the batch",
-    "keys": "by parts of the keys",
-    "whole": "whole on every rank",
-    "local": "on local shards as they are",
+    "batch": "by shards of the batch",
+    "keys": "by shards of the keys",
+    "whole": "replicated on every rank",
+    "local": "on local shards without communication",
 }
 _KERNELS_OF_A_STEP = 8
-"""Small kernels that a step of a ring has besides attention: counted in a trace."""
+"""Number of small kernels in a step of a ring besides attention, as counted in a trace."""
 
 _WORTH_A_RING = 0.9
-"""How much of the other way's time a ring may take: its graph has more nodes and is compiled for longer."""
+"""Largest ratio of the time of a ring to that of the other strategy: its graph has more nodes and compiles longer."""
 
 _BACKWARD_FLOPS = 2.5
-"""Operations of the backward pass for one of the forward pass: five products for two."""
+"""Ratio of the operations of the backward pass to those of the forward pass: five matrix products to two."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way, and its price.
+class AttentionStrategy:
+    """A strategy of attention and its cost.
 
     Attributes:
-        kind: its name, see `shardcompile.config.attention`.
-        choice: how each input gets to where it is needed, but for a ring, and how results are laid out.
-        plans: how each input gets to where it is needed.
-        ring: the mesh dim along which shards of keys come one after the other, or None.
-        nbytes: what ranks send to one another, all together.
-        cost: the same, as if all shards were of one size, times the imbalance of a dim that the way newly shards: eager
-            code chooses as compiled code does, which knows no sizes.
-        held: bytes that a rank holds at once of what has come, or waits to be sent.
-        seconds: predicted, on every rank.
-        reason: why it was taken, in words; empty if nothing is sent.
+        kind: name of the strategy, see `shardcompile.config.attention`.
+        choice: redistributions of the inputs, without those of a ring, and layouts of the results.
+        plans: redistributions of the inputs to the layouts that the strategy requires.
+        ring: the mesh dim along which shards of the keys are sent around, or None if the strategy is not a ring.
+        nbytes: bytes that all ranks together send.
+        cost: the same for shards of equal size, times the imbalance of a dim that the strategy newly shards. Compiled
+            code does not know the shard sizes, and eager code has to choose the same strategy.
+        held: largest number of bytes that a rank holds at once of received tensors and of tensors to be sent.
+        seconds: predicted time.
+        reason: why the strategy was chosen, as text; empty if nothing is sent.
     """
 
     kind: str
@@ -78,24 +78,24 @@ class Way:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of the tensors that a rank attends with."""
+        """Layouts of the inputs that the strategy requires."""
         return tuple(p.dst for p in self.plans)
 
     def __str__(self) -> str:
         sent, held, takes = in_bytes(self.nbytes), in_bytes(self.held), in_seconds(self.seconds)
-        return f"{_WORDS[self.kind]}: {sent} sent, {held} held, {takes} predicted"
+        return f"{_DESCRIPTIONS[self.kind]}: {sent} sent, {held} held, {takes} predicted"
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be decided.
+class AttentionCall:
+    """A call of attention, for which a strategy is chosen.
 
     Attributes:
-        layouts: of query, key, value and the mask, if there is one; of a backward pass those of the result's gradient,
-            query, key, value, result, logarithm and the mask.
-        has_mask: whether there is one.
-        causal: whether a row of the query sees only the rows of the key up to its own number.
-        backward: whether it is a backward pass, which gives the gradients of query, key and value.
+        layouts: layouts of query, key, value and the mask, if there is one; in a backward pass layouts of the gradient
+            of the result, query, key, value, result, logsumexp and the mask.
+        has_mask: whether there is a mask.
+        causal: whether a row of the query attends only to the rows of the key up to its own index.
+        backward: whether the call is a backward pass, which returns the gradients of query, key and value.
     """
 
     layouts: tuple[Layout, ...]
@@ -105,125 +105,125 @@ class Question:
 
     @property
     def query(self) -> Layout:
-        """Of the query."""
-        return self.layouts[self.at]
+        """Layout of the query."""
+        return self.layouts[self.query_index]
 
     @property
     def key(self) -> Layout:
-        """Of the key."""
-        return self.layouts[self.at + 1]
+        """Layout of the key."""
+        return self.layouts[self.query_index + 1]
 
     @property
-    def at(self) -> int:
-        """Where the query is among the layouts."""
+    def query_index(self) -> int:
+        """Index of the query among the layouts."""
         return 1 if self.backward else 0
 
 
-def find_way(question: Question) -> Way:
-    """The way that `shardcompile.config.attention` says, or by its price."""
+def choose_strategy(call: AttentionCall) -> AttentionStrategy:
+    """Returns the strategy that `shardcompile.config.attention` names, or the one with the lowest cost."""
     settings = config.ways_of_attention()
-    traced = any(x.is_traced for x in question.layouts)
-    return (_decided if traced else _cached)(question, settings)
+    traced = any(x.is_traced for x in call.layouts)
+    return (_choose if traced else _choose_cached)(call, settings)
 
 
-def _decided(question: Question, settings: tuple[str, int, int]) -> Way:
+def _choose(call: AttentionCall, settings: tuple[str, int, int]) -> AttentionStrategy:
     wanted, most_steps, most_bytes = settings
-    ways = list(_ways(question))
-    others = [w for w in ways if w.kind == wanted != "auto"]
-    if others:
-        return _because(min(others, key=_cost), f"config.attention is {wanted!r}")
-    best = min((w for w in ways if w.ring is None), key=_cost)
-    ring = min((w for w in ways if w.ring is not None), key=_cost, default=None)
+    candidates = list(_candidates(call))
+    requested = [w for w in candidates if w.kind == wanted != "auto"]
+    if requested:
+        return _with_reason(min(requested, key=_cost), f"config.attention is {wanted!r}")
+    best = min((w for w in candidates if w.ring is None), key=_cost)
+    ring = min((w for w in candidates if w.ring is not None), key=_cost, default=None)
     impossible = "" if wanted == "auto" else f"config.attention is {wanted!r}, which is not possible here; "
     if ring is None:
-        return _because(best, f"{impossible}it sends the fewest bytes")
-    steps = question.key.mesh.shape[ring.ring]
+        return _with_reason(best, f"{impossible}it sends the fewest bytes")
+    steps = call.key.mesh.shape[ring.ring]
     if steps > most_steps:
-        return _because(best, f"{impossible}a ring of {steps} ranks is longer than config.ring_steps, {most_steps}")
+        return _with_reason(best, f"{impossible}a ring of {steps} ranks is longer than config.ring_steps, {most_steps}")
     if ring.seconds < _WORTH_A_RING * best.seconds:
-        return _because(ring, f"{impossible}predicted to be faster than {best}")
+        return _with_reason(ring, f"{impossible}predicted to be faster than {best}")
     if best.held > most_bytes and ring.held < best.held:
-        return _because(ring, f"{impossible}config.attention_bytes is {in_bytes(most_bytes)}, less than {best}")
-    return _because(best, f"{impossible}there would not be much to gain {ring}")
+        return _with_reason(ring, f"{impossible}config.attention_bytes is {in_bytes(most_bytes)}, less than {best}")
+    return _with_reason(best, f"{impossible}little would be gained {ring}")
 
 
-_cached = functools.lru_cache(maxsize=1024)(_decided)
-compat.forget_with_world(_cached.cache_clear)
+_choose_cached = functools.lru_cache(maxsize=1024)(_choose)
+compat.forget_with_world(_choose_cached.cache_clear)
 
 
-def _cost(way: Way) -> float:
-    return way.cost
+def _cost(strategy: AttentionStrategy) -> float:
+    return strategy.cost
 
 
-def _because(way: Way, why: str) -> Way:
-    return replace(way, reason=f"{way}; {why}") if way.nbytes else way
+def _with_reason(strategy: AttentionStrategy, why: str) -> AttentionStrategy:
+    return replace(strategy, reason=f"{strategy}; {why}") if strategy.nbytes else strategy
 
 
-# What is possible
+# Legal strategies
 
 
-def _strategies(question: Question) -> tuple[list[Strategy], ...]:
-    """The legal ways along a mesh dim, over rows, over the batch and over heads.
+def _op_strategies(call: AttentionCall) -> tuple[list[Strategy], ...]:
+    """Returns the legal strategies along a mesh dim: over rows, over the batch and over heads.
 
-    A Partial result of the forward op is one to be merged.
+    A Partial result of the forward op has to be merged by online softmax.
     """
-    query, key, has_mask = question.query, question.key, question.has_mask
-    mask = question.layouts[-1]
+    query, key, has_mask = call.query, call.key, call.has_mask
+    mask = call.layouts[-1]
 
-    def of_mask(dim: int) -> list[int | None]:
+    def mask_dims(dim: int) -> list[int | None]:
         if not has_mask:
             return []
         size = mask.shape[dim]
         return [None if isinstance(size, int) and size == 1 else dim]
 
-    def way(q: int | None, k: int | None, mask_dim: int, pending: list[str | None]) -> Strategy:
-        if question.backward:
+    def sharded(q: int | None, k: int | None, mask_dim: int, pending: list[str | None]) -> Strategy:
+        if call.backward:
             grads = [p or d for p, d in zip(pending, (q, k, k), strict=True)]
-            return along([q, q, k, k, q, q, *of_mask(mask_dim)], grads)
-        return along([q, k, k, *of_mask(mask_dim)], [q if k is None or q is not None else "sum"] * 2)
+            return along([q, q, k, k, q, q, *mask_dims(mask_dim)], grads)
+        return along([q, k, k, *mask_dims(mask_dim)], [q if k is None or q is not None else "sum"] * 2)
 
-    over_rows = [way(ROWS, None, ROWS, [None, "sum", "sum"])]
+    over_rows = [sharded(ROWS, None, ROWS, [None, "sum", "sum"])]
     if not all(isinstance(p, Shard) for p in query.placements):
-        over_rows.append(way(None, ROWS, ROWS + 1, ["sum", None, None]))
-    over_batch = [way(BATCH, BATCH, BATCH, [None] * 3)]
+        over_rows.append(sharded(None, ROWS, ROWS + 1, ["sum", None, None]))
+    over_batch = [sharded(BATCH, BATCH, BATCH, [None] * 3)]
     over_heads = []
     if query.shape[HEADS] is key.shape[HEADS] or query.shape[HEADS] == key.shape[HEADS]:
-        over_heads.append(way(HEADS, HEADS, HEADS, [None] * 3))
+        over_heads.append(sharded(HEADS, HEADS, HEADS, [None] * 3))
     return over_rows, over_batch, over_heads
 
 
-def _ways(question: Question) -> Iterator[Way]:
-    """The cheapest of each of several sets of strategies, and rings where keys would be gathered.
+def _candidates(call: AttentionCall) -> Iterator[AttentionStrategy]:
+    """Yields the cheapest strategy of each of several sets, and a ring wherever keys would be gathered.
 
-    Results have to come back to where the forward op's inputs are, so that is priced, too.
+    Results are redistributed to the layouts of the inputs of the forward op; the cost includes this.
     """
-    layouts, at = question.layouts, question.at
-    rows, batch, heads = _strategies(question)
-    forward = layouts[at : at + 3]
-    results = forward if question.backward else (forward[0], forward[0].with_dtype(torch.float32))
+    layouts, query_index = call.layouts, call.query_index
+    rows, batch, heads = _op_strategies(call)
+    forward = layouts[query_index : query_index + 3]
+    results = forward if call.backward else (forward[0], forward[0].with_dtype(torch.float32))
     sets = [rows, rows + batch, rows + heads, rows + batch + heads]
-    # A ring needs rows of the query. Parts of the keys may send less, and would be chosen in their place.
+    # A ring requires a query sharded over rows. Sharding over keys may send less and would be chosen in its place.
     for_a_ring = rows[:1]
     if len(rows) > 1:
         sets.append(for_a_ring)
-    for some in sets:
-        choice = choose(layouts, some, len(results), produced=lambda: [nbytes_of(x) for x in results])
+    for op_strategies in sets:
+        choice = choose(layouts, op_strategies, len(results), produced=lambda: [nbytes_of(x) for x in results])
         assert choice is not None, "replicating everything is always possible"
-        ends = zip(choice.outputs, results if question.backward else results[:1], strict=False)
-        returns = [find_plan(o.layout(x, x.shape, x.dtype), x.reduced()) for o, x in ends]
-        if some is not for_a_ring:
-            yield _priced(question, choice, choice.plans, returns, None)
-        ring = _ring_along(question.key, choice.plans[at].dst, choice.plans[at + 1].dst)
+        pairs = zip(choice.outputs, results if call.backward else results[:1], strict=False)
+        returns = [find_plan(o.layout(x, x.shape, x.dtype), x.reduced()) for o, x in pairs]
+        if op_strategies is not for_a_ring:
+            yield _with_cost(call, choice, choice.plans, returns, None)
+        ring = _ring_along(call.key, choice.plans[query_index].dst, choice.plans[query_index + 1].dst)
         if ring is not None:
-            partition = question.key.partition_of(ROWS)
+            partition = call.key.partition_of(ROWS)
             plans = list(choice.plans)
-            for i in (at + 1, at + 2):
+            for i in (query_index + 1, query_index + 2):
                 plans[i] = find_plan(layouts[i], sharded_in_rows(plans[i].dst, ring, partition))
-            yield _priced(question, choice, tuple(plans), returns[:1], ring)
+            yield _with_cost(call, choice, tuple(plans), returns[:1], ring)
 
 
 def _ring_along(key: Layout, query_chosen: Layout, key_chosen: Layout) -> int | None:
-    """The mesh dim along which keys would be gathered for queries sharded in rows: there a ring is possible."""
+    """Returns the mesh dim over which query rows are sharded and keys would be gathered, where a ring is possible."""
     partition = key.partitions[ROWS]
     if partition is None or len(partition.mesh_dims) != 1:
         return None
@@ -233,23 +233,23 @@ def _ring_along(key: Layout, query_chosen: Layout, key_chosen: Layout) -> int | 
 
 
 def sharded_in_rows(layout: Layout, mesh_dim: int, partition: Partition) -> Layout:
-    """A layout with rows sharded along a mesh dim along which nothing is sharded."""
+    """Returns a layout with rows sharded over a mesh dim that does not shard anything yet."""
     placements = [Shard(ROWS) if m == mesh_dim else p for m, p in enumerate(layout.placements)]
     partitions = [partition if d == ROWS else c for d, c in enumerate(layout.partitions)]
     return Layout.of(layout.mesh, placements, layout.shape, layout.dtype, partitions)
 
 
-# What it costs
+# Costs
 
 
-def _kind(question: Question, choice: Choice) -> str:
-    """The name of a way without a ring: by what becomes of the rows that are sharded."""
-    query, key = (choice.plans[question.at + i].dst for i in (0, 1))
+def _kind(call: AttentionCall, choice: Choice) -> str:
+    """Returns the name of a strategy that is not a ring, by what replaces the sharding of rows."""
+    query, key = (choice.plans[call.query_index + i].dst for i in (0, 1))
     if not choice.communicates:
         return "local"
-    before = [*question.query.placements, *question.key.placements]
-    partition = {m % len(query.placements) for m, p in enumerate(before) if p == Shard(ROWS)}
-    now = {(query.placements[m], key.placements[m]) for m in partition or range(len(query.placements))}
+    before = [*call.query.placements, *call.key.placements]
+    row_mesh_dims = {m % len(query.placements) for m, p in enumerate(before) if p == Shard(ROWS)}
+    now = {(query.placements[m], key.placements[m]) for m in row_mesh_dims or range(len(query.placements))}
     for kind, dim in (("heads", HEADS), ("batch", BATCH)):
         if any(q == Shard(dim) for q, _ in now):
             return kind
@@ -258,60 +258,61 @@ def _kind(question: Question, choice: Choice) -> str:
     return "keys" if any(k == Shard(ROWS) for _, k in now) else "whole"
 
 
-def _priced(
-    question: Question,
+def _with_cost(
+    call: AttentionCall,
     choice: Choice,
     plans: tuple[RedistributionPlan, ...],
     returns: Sequence[RedistributionPlan],
     ring: int | None,
-) -> Way:
-    mesh, at = question.query.mesh, question.at
+) -> AttentionStrategy:
+    mesh, query_index = call.query.mesh, call.query_index
     device = machines.device_of(mesh.device_type)
     nbytes = sum(p.nbytes for p in (*plans, *returns))
     cost = sum(p.nominal_nbytes for p in (*plans, *returns)) * choice.imbalance
-    seconds = _rounds(mesh, plans) + _rounds(mesh, returns)
+    seconds = _redistribution_seconds(mesh, plans) + _redistribution_seconds(mesh, returns)
     held = sum(_local_bytes(p.dst) for p in plans if p.communicates)
     held += sum(_local_bytes(p.src) for p in returns if p.communicates)
-    work, dtype = _work(question, plans) * choice.imbalance, question.query.dtype
+    work, dtype = _work(call, plans) * choice.imbalance, call.query.dtype
     if ring is None:
         seconds += device.compute_seconds(work, 0, dtype)
-        return Way(_kind(question, choice), choice, plans, None, nbytes, cost, held, seconds)
+        return AttentionStrategy(_kind(call, choice), choice, plans, None, nbytes, cost, held, seconds)
     ranks = mesh.shape[ring]
-    shard = _local_bytes(plans[at + 1].dst) + _local_bytes(plans[at + 2].dst)
-    times = 2 if question.backward else 1  # shards come, and their gradients go home
-    only_before = question.causal and question.key.partition_of(ROWS).same_shards(question.query.partitions[ROWS])
-    sent = times * shard * mesh.size() * (ranks - 1) // (2 if only_before else 1)
-    transfer = _seconds(mesh, ring, sent / max(ranks - 1, 1))
+    shard = _local_bytes(plans[query_index + 1].dst) + _local_bytes(plans[query_index + 2].dst)
+    times = 2 if call.backward else 1  # shards are sent around, and their gradients back
+    skips_later = call.causal and call.key.partition_of(ROWS).same_shards(call.query.partitions[ROWS])
+    sent = times * shard * mesh.size() * (ranks - 1) // (2 if skips_later else 1)
+    transfer = _collective_seconds(mesh, ring, sent / max(ranks - 1, 1))
     step = device.compute_seconds(work / ranks, 0, dtype)
-    merged = 3 * _local_bytes(plans[at].dst.with_dtype(torch.float32))  # two are read and one is written
-    more = merged / (device.memory * device.share) + _KERNELS_OF_A_STEP * device.kernel
-    seconds += step + (ranks - 1) * (max(transfer, step) + more)
-    return Way(_RING, choice, plans, ring, nbytes + sent, cost + sent, held + 2 * times * shard, seconds)
+    # Two results are read and one is written.
+    merged_bytes = 3 * _local_bytes(plans[query_index].dst.with_dtype(torch.float32))
+    merge = merged_bytes / (device.memory * device.share) + _KERNELS_OF_A_STEP * device.kernel
+    seconds += step + (ranks - 1) * (max(transfer, step) + merge)
+    return AttentionStrategy(_RING, choice, plans, ring, nbytes + sent, cost + sent, held + 2 * times * shard, seconds)
 
 
-def _work(question: Question, plans: Sequence[RedistributionPlan]) -> float:
-    """Operations of a rank. What a mask leaves out is not known, but of a causal one it is half."""
-    query, key, value = (p.dst for p in plans[question.at : question.at + 3])
+def _work(call: AttentionCall, plans: Sequence[RedistributionPlan]) -> float:
+    """Returns the operations of a rank. A causal mask halves them; what another mask leaves out is not known."""
+    query, key, value = (p.dst for p in plans[call.query_index : call.query_index + 3])
     batch, heads, rows, features = map(compat.size_hint, query.shape)
-    columns, of_values = compat.size_hint(key.shape[ROWS]), compat.size_hint(value.shape[3])
+    columns, value_features = compat.size_hint(key.shape[ROWS]), compat.size_hint(value.shape[3])
     over = [
         m
         for m, (q, k) in enumerate(zip(query.placements, key.placements, strict=True))
         if isinstance(q, Shard) or isinstance(k, Shard)
     ]
-    whole = 2.0 * batch * heads * rows * columns * (features + of_values)
-    whole *= (_BACKWARD_FLOPS if question.backward else 1) * (0.5 if question.causal else 1)
-    return whole / math.prod(query.mesh.shape[m] for m in over)
+    total = 2.0 * batch * heads * rows * columns * (features + value_features)
+    total *= (_BACKWARD_FLOPS if call.backward else 1) * (0.5 if call.causal else 1)
+    return total / math.prod(query.mesh.shape[m] for m in over)
 
 
 def nbytes_of(layout: Layout) -> int:
-    """Bytes of the whole tensor, by hints."""
+    """Returns the bytes of the full tensor, from size hints."""
     return math.prod(map(compat.size_hint, layout.shape)) * layout.dtype.itemsize
 
 
 def _local_bytes(layout: Layout) -> int:
-    partition = [layout.mesh.shape[m] for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
-    return nbytes_of(layout) // math.prod(partition)
+    parts = [layout.mesh.shape[m] for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    return nbytes_of(layout) // math.prod(parts)
 
 
 def _link(mesh: DeviceMesh, mesh_dim: int) -> machines.Link:
@@ -320,15 +321,15 @@ def _link(mesh: DeviceMesh, mesh_dim: int) -> machines.Link:
     return machines.link_of(machines.device_of(mesh.device_type), len(ranks), spread=spread)
 
 
-def _rounds(mesh: DeviceMesh, plans: Sequence[RedistributionPlan]) -> float:
-    """Seconds of what tensors need before, or after: what goes along a mesh dim goes together."""
-    along: dict[int, float] = {}
+def _redistribution_seconds(mesh: DeviceMesh, plans: Sequence[RedistributionPlan]) -> float:
+    """Returns the seconds of redistributions. All bytes along a mesh dim count as one collective."""
+    by_mesh_dim: dict[int, float] = {}
     for step in (s for p in plans for s in p.steps if s.nbytes):
-        along[step.mesh_dim] = along.get(step.mesh_dim, 0.0) + step.nbytes
-    return sum(_seconds(mesh, m, nbytes) for m, nbytes in along.items())
+        by_mesh_dim[step.mesh_dim] = by_mesh_dim.get(step.mesh_dim, 0.0) + step.nbytes
+    return sum(_collective_seconds(mesh, m, nbytes) for m, nbytes in by_mesh_dim.items())
 
 
-def _seconds(mesh: DeviceMesh, mesh_dim: int, nbytes: float) -> float:
-    """Of a collective in which all ranks together send so many bytes."""
+def _collective_seconds(mesh: DeviceMesh, mesh_dim: int, nbytes: float) -> float:
+    """Returns the seconds of a collective in which all ranks together send `nbytes`."""
     link = _link(mesh, mesh_dim)
     return link.seconds(nbytes if link.medium == "shared" else nbytes / mesh.size(), mesh.shape[mesh_dim])

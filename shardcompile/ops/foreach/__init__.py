@@ -1,1 +1,1 @@
-"""Ops on lists of tensors."""
+"""Ops on lists of tensors: foreach ops, fused optimizers and gradient scaling."""

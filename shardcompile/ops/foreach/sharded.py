@@ -1,7 +1,8 @@
-"""Ops on lists of tensors, one call for many: ``_foreach_*``, the fused optimizers, and what `GradScaler` calls.
+"""Ops on lists of tensors: ``_foreach_*``, the fused optimizers, and the unscale op of `GradScaler`.
 
-Where the tensors of one position have one layout, the op runs on the lists of shards. So it is for a parameter, its
-gradient and an optimizer's state. A foreach op runs on each position on its own otherwise.
+If the tensors at each position of the lists have the same local shards, as a parameter, its gradient and its optimizer
+state do, an elementwise op runs once on the lists of local shards. Otherwise a foreach op runs separately for each
+position.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 @family
 def facts_of_list_ops(op: OpOverload) -> Facts | None:
-    """Ops on lists of tensors, by their names."""
+    """Facts of foreach ops and fused optimizers, by their names."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
         return {"sharded": always(lambda *args, **kwargs: _foreach(op, args, kwargs))}
@@ -38,8 +39,8 @@ def facts_of_list_ops(op: OpOverload) -> Facts | None:
     return None
 
 
-def _have_one_layout(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors of one position can be worked on shard by shard."""
+def _have_same_layout(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors at one position have the same local shards, so that an elementwise op can run on these."""
     layouts = [layout_if_sharded(t) for t in tensors]
     first = layouts[0]
     if first is None:
@@ -50,8 +51,8 @@ def _have_one_layout(tensors: Sequence[Tensor]) -> bool:
 def _same_shards(a: Layout, b: Layout) -> bool:
     if a.mesh != b.mesh or a.placements != b.placements or len(a.shape) != len(b.shape):
         return False
-    partitions, here = zip(a.partitions, b.partitions, strict=True), compat.coordinate(a.mesh)
-    return all(c is d or (c is not None and d is not None and c.same_shards(d, here)) for c, d in partitions)
+    partitions, coordinate = zip(a.partitions, b.partitions, strict=True), compat.coordinate(a.mesh)
+    return all(c is d or (c is not None and d is not None and c.same_shards(d, coordinate)) for c, d in partitions)
 
 
 def _lists(args: Sequence[object]) -> list[Sequence[Tensor]]:
@@ -61,10 +62,14 @@ def _lists(args: Sequence[object]) -> list[Sequence[Tensor]]:
 def _foreach(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
     lists = _lists(args)
     name = op._schema.name.removeprefix("aten::_foreach_")
-    whole = not any(layout_if_sharded(a) is not None for a in (*args, *kwargs.values()))
-    if whole and _is_elementwise(name.removesuffix("_")) and all(map(_have_one_layout, zip(*lists, strict=True))):
+    no_sharded_scalar = not any(layout_if_sharded(a) is not None for a in (*args, *kwargs.values()))
+    if (
+        no_sharded_scalar
+        and _is_elementwise(name.removesuffix("_"))
+        and all(map(_have_same_layout, zip(*lists, strict=True)))
+    ):
         return _on_shards(op, args, kwargs)
-    results = [_one(op, name, _at(op, args, i), kwargs) for i in range(len(lists[0]))]
+    results = [_run_one(op, name, _args_at(op, args, i), kwargs) for i in range(len(lists[0]))]
     return None if op._schema.is_mutable else results
 
 
@@ -72,7 +77,7 @@ def _is_elementwise(name: str) -> bool:
     packet = getattr(aten, name, None)
     if packet is None or name in ("copy", "zero"):
         return packet is not None
-    overloads = ["default"] if "default" in packet.overloads() else packet.overloads()  # `max.other` is no `max`
+    overloads = ["default"] if "default" in packet.overloads() else packet.overloads()  # `max.other` is elementwise
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in overloads)
 
 
@@ -107,8 +112,8 @@ def _write(op: OpOverload, target: Tensor) -> None:
     note_write(target)
 
 
-def _at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
-    """The arguments of one position."""
+def _args_at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
+    """Returns the arguments of a foreach op at one position."""
     kinds = [str(a.type) for a in op._schema.arguments]
     picked: list[Any] = []
     for a, kind in zip(args, kinds, strict=False):
@@ -117,8 +122,8 @@ def _at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
     return picked
 
 
-def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) -> Tensor:
-    """Run a foreach op on one position, by the op that it is named after."""
+def _run_one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) -> Tensor:
+    """Runs a foreach op at one position by the single-tensor op after which it is named."""
     base = name.removesuffix("_")
     if base in ("addcdiv", "addcmul") and len(args) == 4:
         value = args.pop()
@@ -134,13 +139,13 @@ def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) 
         return target.copy_(args[1]) if base == "copy" else target.zero_()
     function = getattr(torch, base, None)
     if function is None:
-        raise UnsupportedOpError(f"{op} has no form for sharded tensors; call the op on each of them")
+        raise UnsupportedOpError(f"{op} has no decomposition for sharded tensors; call the op on each tensor")
     out = function(*args, **kwargs)
     return args[0].copy_(out) if op._schema.is_mutable else out
 
 
 def _step_fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-    """Run a fused optimizer step. Everything is brought to the layouts of the parameters, which come first."""
+    """Runs a fused optimizer step on local shards, with all tensors redistributed to the layouts of the parameters."""
     parameters = args[0]
     local: list[Any] = []
     for a, argument in zip(args, op._schema.arguments, strict=False):
@@ -157,26 +162,26 @@ def _step_fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]
 
 
 def _like_parameter(op: OpOverload, parameter: Tensor, x: Tensor, writes: bool) -> Tensor:
-    layout, now = layout_if_sharded(parameter), layout_if_sharded(x)
-    if layout is None and now is None:
+    layout, current = layout_if_sharded(parameter), layout_if_sharded(x)
+    if layout is None and current is None:
         return x
-    if layout is not None and now is None and x.ndim == 0:
+    if layout is not None and current is None and x.ndim == 0:
         return x  # a step count
-    if layout is None or (writes and (now is None or layout.is_partial or not _same_shards(layout, now))):
+    if layout is None or (writes and (current is None or layout.is_partial or not _same_shards(layout, current))):
         raise UnsupportedOpError(
-            f"{op} needs state that is laid out like its parameter ({_text(parameter)}), got {_text(x)}; make the "
-            "optimizer after the parameters are sharded, or use it with fused=False"
+            f"{op} requires state with the layout of its parameter ({_describe(parameter)}), got {_describe(x)}; "
+            "create the optimizer after the parameters are sharded, or use fused=False"
         )
     return moved(x, layout)
 
 
-def _text(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     layout = layout_if_sharded(x)
     return f"a plain tensor {tuple(x.shape)}" if layout is None else layout.describe()
 
 
 def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Divide gradients by the scale. All ranks learn whether any gradient is infinite, so that all skip the step."""
+    """Divides gradients by the scale. `found_inf` is reduced over all ranks, so that all skip the same steps."""
     found = torch.zeros_like(found_inf)
     if any(layout.is_partial for layout in map(layout_if_sharded, tensors) if layout is not None):
         raise UnsupportedOpError(f"{_UNSCALE} on a gradient with a pending reduction; redistribute it first")

@@ -1,1 +1,1 @@
-"""Decompositions and solutions of batches of matrices."""
+"""Matrix decompositions, inverses and solves of batches of matrices."""

@@ -1,7 +1,7 @@
-"""Determinants and solutions for each matrix of a sharded batch.
+"""Determinants and solves for a sharded batch of matrices.
 
-The kernels factor a contiguous matrix as its transpose, and the gradients ask the whole tensor whether it was one. So a
-shard is stored as the whole tensor is, before it is factored.
+Torch's kernels factor the transpose of a contiguous matrix, and the gradient formulas check whether the global tensor
+is contiguous. So a local shard is copied to the memory format of the global tensor before it is factored.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from shardcompile.sharding import IntLike, Layout
 aten = torch.ops.aten
 
 
-def _of_each(op: OpOverload) -> Callable[..., object]:
-    """An op of square matrices, whose results have the same batch."""
+def _batched(op: OpOverload) -> Callable[..., object]:
+    """Returns the decomposition of an op on a batch of square matrices, whose results have the same batch dims."""
 
     def run(x: Sharded) -> object:
         x = reduced(x)
         layout = x._spec.layout
-        if not _shards_batch_alone(layout, x.ndim - 2):
+        if not _shards_only_batch(layout, x.ndim - 2):
             return NotImplemented
-        return _results(op, (x,), layout, op(_stored_alike(x._local_tensor, x)))
+        return _results(op, (x,), layout, op(_like_global_format(x._local_tensor, x)))
 
     return run
 
 
 def solve(x: Tensor, right: Tensor, *, left: bool = True, check_errors: bool = False) -> object:
-    """``aten._linalg_solve_ex`` for matrices and right sides of the same batch."""
-    if check_errors:  # all ranks have to raise, and so to see all matrices
+    """``aten._linalg_solve_ex`` for matrices and right-hand sides with the same batch dims."""
+    if check_errors:  # all ranks have to raise, so each needs all matrices
         return NotImplemented
     mesh = first_sharded([t for t in (x, right) if isinstance(t, Sharded)])._spec.layout.mesh
     x, right = reduced(x), reduced(right)
-    of_x, of_right = layout_of(x, mesh), layout_of(right, mesh)
+    x_layout, right_layout = layout_of(x, mesh), layout_of(right, mesh)
     batch = x.ndim - 2
     vector = right.ndim == batch + 1 and _same(right.shape, x.shape[:-1])
     if right.ndim != batch + 2 - vector or not _same(right.shape[:batch], x.shape[:batch]):
         return NotImplemented
-    like = of_x if any(c is not None for c in of_x.partitions) else of_right
-    if not _shards_batch_alone(like, batch):
+    like = x_layout if any(c is not None for c in x_layout.partitions) else right_layout
+    if not _shards_only_batch(like, batch):
         return NotImplemented
-    matrices, sides = (_shard_like(like, batch, of.shape, of.dtype) for of in (of_x, of_right))
-    shard = _stored_alike(moved(x, matrices), x)
+    matrices, sides = (_shard_like(like, batch, of.shape, of.dtype) for of in (x_layout, right_layout))
+    shard = _like_global_format(moved(x, matrices), x)
     out = aten._linalg_solve_ex.default(shard, moved(right, sides), left=left)
     return _results(aten._linalg_solve_ex.default, (x, right), matrices, out, left=left)
 
 
-def _shards_batch_alone(layout: Layout, batch: int) -> bool:
+def _shards_only_batch(layout: Layout, batch: int) -> bool:
     return not layout.is_partial and all(c is None for c in layout.partitions[batch:])
 
 
@@ -64,28 +64,28 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _shard_like(like: Layout, batch: int, shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
-    """The layout of a tensor whose batch is sharded as that of another one."""
+    """Returns the layout of a tensor whose batch dims are sharded like those of another one."""
     partitions = [*like.partitions[:batch], *[None] * (len(shape) - batch)]
     return Layout.of(like.mesh, like.placements, shape, dtype, partitions)
 
 
-def _stored_alike(shard: Tensor, x: Tensor) -> Tensor:
-    """A copy of a shard that is contiguous if the whole tensor is, and is not otherwise."""
+def _like_global_format(shard: Tensor, x: Tensor) -> Tensor:
+    """Returns a copy of a shard, contiguous if the global tensor is, and with contiguous transposes otherwise."""
     if x.is_contiguous():
         return shard.clone(memory_format=torch.contiguous_format)
     return shard.mT.clone(memory_format=torch.contiguous_format).mT
 
 
 def _results(op: OpOverload, args: tuple[Any, ...], like: Layout, shards: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The results of a batch that is sharded as that of `like`."""
+    """Wraps local results whose batch dims are sharded like those of `like`."""
     meta, sharded = global_meta(op, args, kwargs), first_sharded([a for a in args if isinstance(a, Sharded)])
     out = []
-    for shard, told in zip(shards, meta, strict=True):
-        layout = _shard_like(like, like.ndim - 2, global_sizes(told.shape), shard.dtype)
-        out.append(wrap(sharded, shard, layout, retrace(told.stride())))
+    for shard, global_result in zip(shards, meta, strict=True):
+        layout = _shard_like(like, like.ndim - 2, global_sizes(global_result.shape), shard.dtype)
+        out.append(wrap(sharded, shard, layout, retrace(global_result.stride())))
     return tuple(out)
 
 
 for _op in (aten._linalg_det.default, aten._linalg_slogdet.default):
-    state(_op, sharded=_of_each(_op))
+    state(_op, sharded=_batched(_op))
 state(aten._linalg_solve_ex.default, sharded=solve)

@@ -1,1 +1,1 @@
-"""Matrix products."""
+"""Matrix products, batched and grouped, and einsum of two tensors."""

@@ -1,4 +1,4 @@
-"""Products of shards, without reshapes that would ask for the size of a shard."""
+"""Matrix products of local shards, without reshapes that would guard on the shard size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ aten = torch.ops.aten
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`matmul`; torch's own reshapes the batch, and inside a trace specialises on the size of this rank's local
-    shard.
-    """
+    """`matmul`; torch's own kernel reshapes the batch, and in a trace specializes on the size of the local shard."""
     if type(a) is Tensor or a.ndim < 3 or b.ndim < 3:
         return aten.matmul.default(a, b)
     ndim = max(a.ndim, b.ndim)
@@ -30,7 +28,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _flat_batch(x: Tensor, batch: Sequence[IntLike]) -> Tensor:
-    """Broadcast to a batch, whose dims become one."""
+    """Broadcasts the batch dims to `batch` and flattens them into one."""
     if any(isinstance(m, int) and m == 1 and n is not m for m, n in zip(x.shape, batch, strict=False)):
         x = x.expand([*batch, -1, -1])
     return view_shard(x, [math.prod(batch), *x.shape[-2:]])
@@ -39,7 +37,7 @@ def _flat_batch(x: Tensor, batch: Sequence[IntLike]) -> Tensor:
 def _trilinear(
     a: Tensor, b: Tensor, c: Tensor, expand_a: list[int], expand_b: list[int], expand_c: list[int], total: list[int]
 ) -> Tensor:
-    """`_trilinear`; inside a trace torch's own takes sizes for numbers, and specialises on that of a shard."""
+    """`_trilinear`; torch's own kernel converts sizes to ints, and in a trace specializes on the size of the shard."""
     if type(a) is Tensor:
         return aten._trilinear.default(a, b, c, expand_a, expand_b, expand_c, total)
     out: Any = 1

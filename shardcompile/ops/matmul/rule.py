@@ -1,4 +1,4 @@
-"""Products of matrices and vectors."""
+"""Rules of products of matrices and vectors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ aten = torch.ops.aten
 
 
 def _broadcast_dim(bias: TensorArg, dim: int, sizes: Sequence[IntLike]) -> int | None:
-    """The dim of a broadcast term that runs along output dim `dim` of the sizes, if it has one."""
+    """Returns the dim of a broadcast bias that runs along output dim `dim`, or None if it has no such dim."""
     own = dim - (len(sizes) - bias.ndim)
     return None if own < 0 or is_stretched(bias.shape[own], sizes[dim]) else own
 
 
 def _addmm(call: OpCall) -> list[Strategy]:
-    """``bias + a @ b``: the bias must be added once, so the contracted axis stays whole."""
+    """``bias + a @ b``: the bias must be added once, so the contracted axis may not be sharded."""
     bias, a, b = call.tensors
     out = (a.shape[0], b.shape[1])
     return [
@@ -46,7 +46,7 @@ def _differ(a: IntLike, b: IntLike) -> bool:
 
 
 def _matmul(call: OpCall) -> Iterable[Strategy]:
-    """A batched product with any number of batch dims. Torch splits the op up; `ops.attention` calls it as one."""
+    """A batched product with any number of batch dims. Torch decomposes the op; `ops.attention` calls it directly."""
     a, b = call.tensors
     rows, inner = a.ndim - 2, a.ndim - 1
     if a.ndim != b.ndim or a.ndim < 2 or any(_differ(a.shape[d], b.shape[d]) for d in range(rows)):
@@ -61,12 +61,12 @@ def _matmul(call: OpCall) -> Iterable[Strategy]:
 
 
 def _trilinear(call: OpCall) -> Iterable[Strategy]:
-    """Products of three tensors, of which each lacks some dims; some dims are summed over."""
+    """A product of three tensors, each of which is broadcast along some dims; some dims are summed over."""
     expand, total = [set(dims) for dims in call.args[3:6]], set(call.args[6])
     ndim = call.tensors[0].ndim + len(expand[0])
     for dim in range(ndim):
-        at = [None if dim in gone else dim - sum(g < dim for g in gone) for gone in expand]
-        yield along(at, ["sum" if dim in total else dim - sum(t < dim for t in total)])
+        dims = [None if dim in absent else dim - sum(d < dim for d in absent) for absent in expand]
+        yield along(dims, ["sum" if dim in total else dim - sum(t < dim for t in total)])
 
 
 register(aten._trilinear.default, _trilinear)

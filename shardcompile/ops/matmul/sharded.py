@@ -1,4 +1,4 @@
-"""Products with something added, in terms of products."""
+"""Decompositions of ops around matrix products: added biases, the trace, and comparisons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 
 def _add(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
     product = product if alpha == 1 else product * alpha
-    if beta == 0:  # then a NaN in the bias does not count
+    if beta == 0:  # by definition a NaN in the bias is ignored then
         return product
     return product + (bias if beta == 1 else bias * beta)
 

@@ -1,1 +1,1 @@
-"""Layer and group normalisation."""
+"""Layer and group normalization."""

@@ -1,4 +1,4 @@
-"""The gradient of layer normalisation on one shard."""
+"""The gradient of layer normalization on a local shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _layer_norm_backward(
     bias: Tensor | None,
     wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """`native_layer_norm_backward`; torch's asks whether a shard has rows, which of some sizes only a run knows."""
+    """`native_layer_norm_backward` of a shard of unbacked size; torch's own guards on whether there are rows."""
     if not any(map(compat.is_unbacked, x.shape)):
         return _PLAIN(grad, x, shape, mean, scale, weight, bias, wanted)
     first = x.ndim - len(shape)
@@ -41,11 +41,11 @@ def _layer_norm_backward(
     slope = aten.sum.dim_IntList(scaled * normal, inner, True) / count
     grad_x = ((scaled - shift - normal * slope) * scale).to(x.dtype) if wanted[0] else None
     terms = [wide_grad * normal, wide_grad]
-    of_parameters = [
-        aten.sum.dim_IntList(term, outer).to(p.dtype) if asked and p is not None else None
-        for term, p, asked in zip(terms, (weight, bias), wanted[1:], strict=True)
+    parameter_grads = [
+        aten.sum.dim_IntList(term, outer).to(p.dtype) if is_wanted and p is not None else None
+        for term, p, is_wanted in zip(terms, (weight, bias), wanted[1:], strict=True)
     ]
-    return (grad_x, *of_parameters)
+    return (grad_x, *parameter_grads)
 
 
 state(aten.native_layer_norm_backward.default, kernel=_layer_norm_backward)

@@ -1,4 +1,4 @@
-"""Layer normalisation: the dims that are not normalised may be sharded."""
+"""Rules of layer normalization: the dims that are not normalized may be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer normalisation, with moments by two passes."""
+"""Decomposition of layer normalization along sharded dims, with the variance by the two-pass algorithm."""
 
 from __future__ import annotations
 

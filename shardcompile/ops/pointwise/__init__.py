@@ -1,1 +1,1 @@
-"""Pointwise ops, and those that keep a shape."""
+"""Pointwise ops, and other ops that preserve the shape."""

@@ -1,4 +1,4 @@
-"""Tensors filled like a shard, without asking for its size."""
+"""`zeros_like`, `ones_like` and `zero_` of a local shard, without guards on its size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ aten = torch.ops.aten
 
 
 def _fill_like(op: OpOverload, value: int) -> Run:
-    """`zeros_like` or `ones_like`. In a trace Inductor's own asks how a shard is stored, and with it for its sizes."""
+    """Returns `zeros_like` or `ones_like`. Inductor's lowering guards on the strides of a shard, hence on its sizes."""
 
     def local(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-        stored = options.get("memory_format")
-        if type(x) is Tensor or stored not in (None, torch.preserve_format, torch.contiguous_format):
+        memory_format = options.get("memory_format")
+        if type(x) is Tensor or memory_format not in (None, torch.preserve_format, torch.contiguous_format):
             return op(x, dtype=dtype, device=device, **options)
-        order = list(range(x.ndim)) if stored is torch.contiguous_format else order_of(x.stride())
+        order = list(range(x.ndim)) if memory_format is torch.contiguous_format else order_of(x.stride())
         filled = x.new_full([x.shape[d] for d in order], value, dtype=dtype or x.dtype, device=device or x.device)
         return filled.permute(sorted(range(x.ndim), key=order.__getitem__))
 
@@ -34,7 +34,7 @@ _zeros_like = _fill_like(aten.zeros_like.default, 0)
 
 
 def _zero_(x: Tensor) -> Tensor:
-    """`zero_`, which functionalization makes a `zeros_like` of."""
+    """`zero_`, which functionalization replaces by `zeros_like`."""
     return aten.zero_.default(x) if type(x) is Tensor else copy_shard(x, _zeros_like(x))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Pointwise ops: every op that torch tags as such, and the ones that keep a shape without being tagged."""
+"""Rules of pointwise ops: every op that torch tags as pointwise, and others that preserve the shape."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
 _PROMOTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-"""The dtypes of terms, among which torch promotes: it knows no promotion of others, such as float8."""
+"""The dtypes of partial sums between which torch can promote; it cannot promote others, such as float8."""
 
 _REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
 
 def is_stretched(size: IntLike, to: IntLike) -> bool:
-    """Whether a dim of one row is broadcast to another size.
+    """Whether a dim of size 1 is broadcast to another size.
 
-    A symbolic size stays, whatever it is, next to one that is as large: one graph serves all sizes. It is taken
-    for 1 where it is 1 now and meets another size, as that of the last chunk may. A guard says so then.
+    A symbolic size is not broadcast to an equal one, whatever its value, so that one graph serves all sizes. It counts
+    as 1 if its hint is 1 and the other size differs, as the size of a last chunk may. A guard is installed then.
     """
     if isinstance(size, int):
         return size == 1 and not is_one(to)
@@ -33,7 +33,7 @@ def is_stretched(size: IntLike, to: IntLike) -> bool:
 
 
 def broadcast_axes(call: OpCall) -> list[list[int | None]]:
-    """For each output dim, the dim of each tensor that runs along it, or None where the tensor is broadcast."""
+    """Returns, for each output dim, the dim of each tensor along it, or None where the tensor is broadcast."""
     ndim = max((t.ndim for t in call.tensors), default=0)
     axes = []
     for dim in range(ndim):
@@ -46,16 +46,16 @@ def broadcast_axes(call: OpCall) -> list[list[int | None]]:
 
 
 def pointwise(call: OpCall) -> Iterable[Strategy]:
-    """Every output dim may be sharded; the inputs that run along it are identically sharded."""
+    """Every output dim may be sharded; the inputs that are not broadcast along it are identically sharded."""
     outputs = len(call.op._schema.returns)
     for dim, dims in enumerate(broadcast_axes(call)):
         yield along(dims, [dim] * outputs)
 
 
 def _with_partials(*patterns: str) -> Any:
-    """`pointwise`, and patterns of partial inputs that the op commutes with.
+    """Returns the rule of a pointwise op that also commutes with sums and averages of some inputs.
 
-    A pattern has one letter for each tensor: p for partial, r for whole. It holds for sums and averages.
+    A pattern has one letter for each tensor: p for partial, r for replicated.
     """
 
     def rule(call: OpCall) -> Iterable[Strategy]:
@@ -69,8 +69,9 @@ def _with_partials(*patterns: str) -> Any:
 
 
 def _scale(call: OpCall) -> Iterable[Strategy]:
-    """A product or quotient with a number. A number that makes infinities does not count: terms would turn them into
-    NaN.
+    """A product or quotient with a scalar, which commutes with sums and averages if the factor is finite.
+
+    Otherwise partial sums of both signs would become infinities of both signs, whose sum is NaN.
     """
     yield from pointwise(call)
     factor = call.args[1]
@@ -90,26 +91,26 @@ def _product(call: OpCall) -> Iterable[Strategy]:
 
 
 def _quotient(call: OpCall) -> Iterable[Strategy]:
-    """A tensor may hold a zero, so that terms are not divided by one."""
+    """Partial sums are divided by a scalar only: a tensor may hold zeros."""
     yield from _scale(call) if len(call.tensors) == 1 else pointwise(call)
 
 
 def value_free(call: OpCall) -> Iterable[Strategy]:
-    """Ops whose result does not depend on the values: a partial input need not be reduced."""
+    """Ops whose result does not depend on the values of the input, so that a partial input need not be reduced."""
     yield from pointwise(call)
     for op in _REDUCE_OPS:
         yield partial([op], [None])
 
 
 def _any_partial(call: OpCall) -> Iterable[Strategy]:
-    """Ops that only copy: every pending reduction passes."""
+    """Ops that only copy, and so commute with every pending reduction."""
     yield from pointwise(call)
     for op in _REDUCE_OPS:
         yield partial([op] * len(call.tensors), [op])
 
 
 def _to_copy(call: OpCall) -> Iterable[Strategy]:
-    """A cast passes on a sum if no term is rounded: terms may be far larger than their sum."""
+    """A cast commutes with a sum if it does not round the partial sums, which may be far larger than the sum."""
     yield from pointwise(call)
     now = call.tensors[0].dtype
     dtype = call.kwargs.get("dtype") or now
@@ -123,7 +124,7 @@ _TAGGED = Rule(pointwise, None, "torch.Tag.pointwise")
 
 @family
 def tagged_as_pointwise(op: OpOverload) -> Facts | None:
-    """Every op that torch tags as pointwise, but for `equal`, which returns a bool."""
+    """Facts of every op that torch tags as pointwise, except `equal`, which returns a bool."""
     returns = all(str(r.type) != "bool" for r in op._schema.returns)
     return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags and returns else None
 
@@ -133,12 +134,12 @@ _PRIMS = (
     *("bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "bessel_j0", "bessel_j1"),
     *("shift_left", "shift_right_arithmetic"),
 )
-"""Pointwise prims whose names are not those of an op of aten that torch tags as pointwise."""
+"""Pointwise prims that do not share their name with an aten op that torch tags as pointwise."""
 
 
 @family
 def elementwise_prims(op: OpOverload) -> Facts | None:
-    """Ops of torch's reference implementations, which forward-mode derivatives call: `x * 2` is ``prims.mul`` there."""
+    """Facts of pointwise prims, which torch's references call in forward-mode AD: `x * 2` is ``prims.mul`` there."""
     if op.namespace != "prims" or any(r.alias_info is not None for r in op._schema.returns):
         return None
     name = op._schema.name.removeprefix("prims::")
@@ -148,7 +149,7 @@ def elementwise_prims(op: OpOverload) -> Facts | None:
 
 
 def _zero_(call: OpCall) -> Iterable[Strategy]:
-    """Zero terms of any reduction give zero."""
+    """Any pending reduction of zeros is zero."""
     yield from pointwise(call)
     for op in _REDUCE_OPS:
         yield partial([op], [op])
@@ -170,7 +171,7 @@ register(
     ],
     value_free,
 )
-_BY_NAME = (
+_POINTWISE = (
     *(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor),
     *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
     *(aten.where.self, aten.gelu_backward.default, aten.threshold_backward.default),
@@ -183,8 +184,8 @@ _BY_NAME = (
     *(aten.complex.default, aten.polar.default, aten.floor_divide.default),
     *(aten._conj.default, aten._neg_view.default, aten.resolve_conj.default, aten.resolve_neg.default),
 )
-"""Ops that are pointwise, of which torch does not tag all."""
+"""Pointwise ops, not all of which torch tags as pointwise."""
 
-register(_BY_NAME, pointwise)
-state(_BY_NAME, elementwise=True)
+register(_POINTWISE, pointwise)
+state(_POINTWISE, elementwise=True)
 state([aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default], one_value=True)

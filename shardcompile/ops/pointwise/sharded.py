@@ -1,4 +1,4 @@
-"""Tensors of one value that are made for sharded ones."""
+"""Zero tangents of sharded tensors in forward-mode AD."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ aten = torch.ops.aten
 
 
 def _zero_tangent(x: Tensor, primal: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    """``aten._new_zeros_with_same_feature_meta``: a tangent of zeros, laid out as its primal value is.
+    """``aten._new_zeros_with_same_feature_meta``: a zero tangent with the layout of its primal.
 
     Args:
-        x: a tangent, which has the dtype, and first the dims over which torch maps.
-        primal: the value.
-        self_num_batch_dims: how many such dims there are.
+        x: a tangent, which determines the dtype; its leading dims are those over which `vmap` maps.
+        primal: the primal, which determines the shape and the layout.
+        self_num_batch_dims: number of the leading dims of `x` over which `vmap` maps.
     """
     mapped = x.shape[:self_num_batch_dims]
     if not isinstance(primal, Sharded):

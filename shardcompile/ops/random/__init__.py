@@ -1,1 +1,1 @@
-"""Random numbers."""
+"""Random ops."""

@@ -1,4 +1,4 @@
-"""Kernels and fake kernels of random ops, for local shards and symbolic sizes. Seen in torch 2.11 - 2.15."""
+"""Kernels and shape kernels of random ops, where torch's own (2.11 - 2.15) do not support shards or symbolic sizes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 
 
-def _in_rows(x: Tensor, *_: object) -> Tensor:
-    """A contiguous result, however the first input is stored."""
+def _contiguous_like(x: Tensor, *_: object) -> Tensor:
+    """Returns a contiguous result, whatever the strides of the first input."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _rrelu(x: Tensor, noise: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    """`rrelu_with_noise_functional`, of which a fake kernel says that the result is stored as the input is."""
-    return _in_rows(x), torch.empty_like(noise)
+    """`rrelu_with_noise_functional`, whose fake kernel wrongly gives the result the strides of the input."""
+    return _contiguous_like(x), torch.empty_like(noise)
 
 
-def _below(x: Tensor, high: Tensor, **options: Any) -> Tensor:
-    """`randint_like` below a bound whose value a fake tensor has not."""
+def _randint_like(x: Tensor, high: Tensor, **options: Any) -> Tensor:
+    """`randint_like` with a tensor bound, whose value a fake tensor does not have."""
     options.pop("generator", None)
     return torch.empty_like(x, **options)
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """`native_dropout`, whose kernel gives a mask of floats for a tensor without elements."""
+    """`native_dropout`, whose kernel returns a float mask for an empty tensor."""
     if not x.numel():
         return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     out, mask = aten.native_dropout.default(x, p, train)
@@ -40,22 +40,22 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
 
 
 def _with_fake_kernel(op: OpOverload) -> Callable[..., object]:
-    """An op of this namespace that does the same."""
+    """Defines an op in our namespace that calls `op` and has a fake kernel."""
     name, arguments = str(op._schema).removeprefix("aten::_").split("(", 1)
     torch.library.define(f"shardcompile::{name}", f"({arguments}", lib=_LIBRARY, tags=[torch.Tag.pt2_compliant_tag])
     torch.library.impl(f"shardcompile::{name}", "CompositeExplicitAutograd", op, lib=_LIBRARY)
-    torch.library.register_fake(f"shardcompile::{name}", _in_rows, lib=_LIBRARY)
+    torch.library.register_fake(f"shardcompile::{name}", _contiguous_like, lib=_LIBRARY)
     found: OpOverload = getattr(torch.ops.shardcompile, name).default
     return found
 
 
 for _op in (aten.poisson, aten.binomial, aten._standard_gamma, aten._sample_dirichlet):
-    state(_op.default, shape_kernel=_in_rows)
+    state(_op.default, shape_kernel=_contiguous_like)
 state(aten.rrelu_with_noise_functional.default, shape_kernel=_rrelu)
 for _name in aten.randint_like.overloads():
     if _name.startswith("Tensor") and not getattr(aten.randint_like, _name)._schema.is_mutable:
-        state(getattr(aten.randint_like, _name), shape_kernel=_below)
+        state(getattr(aten.randint_like, _name), shape_kernel=_randint_like)
 state(aten.native_dropout.default, kernel=_native_dropout)
-# These draw nothing, so that they run on local shards as they are: ops with a fake kernel stand for them.
+# These are not random, so that they run on local shards; torch has no fake kernels for them.
 for _op in (aten._standard_gamma_grad, aten._dirichlet_grad):
-    state(_op.default, shape_kernel=_in_rows, kernel=_with_fake_kernel(_op.default))
+    state(_op.default, shape_kernel=_contiguous_like, kernel=_with_fake_kernel(_op.default))

@@ -1,4 +1,4 @@
-"""Rules of random ops: which dims may be sharded. `streams` says from which numbers local shards are drawn."""
+"""Rules of random ops: which dims may be sharded. `streams` seeds the generators of local shards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardcompile.ops.strategy import OpCall, Strategy, along
 aten = torch.ops.aten
 
 
-def _of_rows(call: OpCall) -> Iterable[Strategy]:
-    """Dims but the last along which the input is sharded stay so: a row of the last one is one distribution."""
+def _by_distribution(call: OpCall) -> Iterable[Strategy]:
+    """Dims other than the last stay sharded if the input is: a row along the last dim is one distribution."""
     for dim, partition in enumerate(call.tensors[0].layout.partitions[:-1]):
         if partition is not None:
             yield along([dim], [dim])
 
 
-def _below(call: OpCall) -> Iterable[Strategy]:
-    """`randint_like` below a bound that is a tensor of one element."""
+def _randint_like(call: OpCall) -> Iterable[Strategy]:
+    """`randint_like` whose bound is a tensor of one element."""
     for dim in range(call.tensors[0].ndim):
         yield along([dim, None], [dim])
 
@@ -31,7 +31,7 @@ def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
     return [op for op in overloads(packet) if not op._schema.is_mutable]
 
 
-def _is_below_tensor(op: OpOverload) -> bool:
+def _has_tensor_bound(op: OpOverload) -> bool:
     return str(op._schema.arguments[1].type) == "Tensor"
 
 
@@ -48,10 +48,10 @@ register(
         *(aten.uniform.default, aten.normal_functional.default, aten.log_normal.default, aten.exponential.default),
         *(aten.cauchy.default, aten.geometric.default, aten.bernoulli.p),
         *(op for packet in (aten.random, aten.rand_like, aten.randn_like) for op in _functional(packet)),
-        *(op for op in _functional(aten.randint_like) if not _is_below_tensor(op)),
+        *(op for op in _functional(aten.randint_like) if not _has_tensor_bound(op)),
     ],
     value_free,
 )
-register([op for op in _functional(aten.randint_like) if _is_below_tensor(op)], _below)
+register([op for op in _functional(aten.randint_like) if _has_tensor_bound(op)], _randint_like)
 register([aten._dirichlet_grad.default, aten._standard_gamma_grad.default], pointwise)
-register([aten.multinomial.default, aten._sample_dirichlet.default], _of_rows)
+register([aten.multinomial.default, aten._sample_dirichlet.default], _by_distribution)

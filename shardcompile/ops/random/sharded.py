@@ -1,4 +1,4 @@
-"""Random ops along dims that have to be whole for the op itself."""
+"""Decompositions of random ops along a sharded dim that the ops themselves cannot shard."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ aten = torch.ops.aten
 
 
 def _sample_dirichlet(x: Sharded, generator: torch.Generator | None = None) -> object:
-    """Shares of gamma variables in their sum, in double precision, as torch's kernel computes them."""
+    """Normalizes gamma variables by their sum, in double precision, as torch's kernel does."""
     limits = torch.finfo(x.dtype)
     gamma = aten._standard_gamma.default(x.to(torch.float64), generator)
-    shares = gamma / gamma.sum(-1, keepdim=True)
-    return shares.clamp(limits.tiny, 1 - limits.eps / 2).to(x.dtype)
+    samples = gamma / gamma.sum(-1, keepdim=True)
+    return samples.clamp(limits.tiny, 1 - limits.eps / 2).to(x.dtype)
 
 
 state(aten._sample_dirichlet.default, sharded=_sample_dirichlet)

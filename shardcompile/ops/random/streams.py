@@ -1,12 +1,12 @@
-"""Streams of random numbers: how one random op runs on local shards, whatever op it is.
+"""Streams of random numbers: runs any random op on local shards.
 
-The default CPU generator, or the generator of the call, gives one seed per call on every rank. Along mesh dims that
-replicate the seed of the first rank is broadcast. Along mesh dims that shard the coordinate of the rank is mixed in.
-The op then draws from a generator of this seed. So the generators of the ranks advance alike, whatever the sizes of the
-local shards.
+The default CPU generator, or the generator of the call, generates one seed per call on every rank. Over mesh dims that
+replicate, the seed of the first rank is broadcast. Over mesh dims that shard, the coordinate of the rank is mixed into
+the seed. The op then draws from a generator with this seed. So the generators of all ranks advance by the same amount,
+whatever the shard sizes.
 
-In a graph a random op is an op of the namespace ``shardcompile`` that takes the seed as a tensor. It is defined from
-the schema of the op when the op is first called.
+In a graph, a random op becomes an op of the namespace ``shardcompile`` that takes the seed as a tensor. It is defined
+from the schema of the op when the op is first called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardcompile.ops.support.global_meta import tensors_of
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the seed is read on the CPU
-_MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring coordinates give unrelated seeds
+_MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: adjacent coordinates get unrelated seeds
 _GENERATOR = re.compile(r"Generator\? \w+(=None)?(, )?")
 
 
@@ -38,36 +38,36 @@ def drawn(op: OpOverload, mesh: DeviceMesh, sharded: Sequence[int]) -> Callable[
     Args:
         op: the op.
         mesh: the mesh of ranks.
-        sharded: mesh dims along which ranks draw independently; along the others they draw the same.
+        sharded: mesh dims over which ranks draw independently; over the others they draw the same numbers.
     """
-    place = next((i for i, a in enumerate(op._schema.arguments) if _is_generator(a)), None)
-    name = None if place is None else op._schema.arguments[place].name
+    position = next((i for i, a in enumerate(op._schema.arguments) if _is_generator(a)), None)
+    name = None if position is None else op._schema.arguments[position].name
     seeded = _seeded(op)
 
     def run(*args: object, **kwargs: object) -> object:
         generator = None
-        if place is not None and name is not None:
+        if position is not None and name is not None:
             generator = kwargs.pop(name, None)
-            if len(args) > place:
-                generator, args = args[place], args[:place] + args[place + 1 :]
+            if len(args) > position:
+                generator, args = args[position], args[:position] + args[position + 1 :]
         assert generator is None or isinstance(generator, torch.Generator)
-        seed = _agreed_seed(mesh, sharded, _device(args, kwargs), generator)
+        seed = _shared_seed(mesh, sharded, _device(args, kwargs), generator)
         return seeded(seed, [compat.group_name_of(mesh, m) for m in sharded], *args, **kwargs)
 
     return run
 
 
 def kernel_on_shards(op: OpOverload, mesh: DeviceMesh, sharded: Sequence[int]) -> Callable[..., object]:
-    """Returns what runs on local shards for an op of any kind."""
+    """Returns the function that runs any op, random or not, on local shards."""
     return drawn(op, mesh, sharded) if record_of(op).is_random else op
 
 
-def _agreed_seed(
+def _shared_seed(
     mesh: DeviceMesh, sharded: Sequence[int], device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """A seed that all ranks along the replicating mesh dims share."""
-    where = "cpu" if generator is None else generator.device
-    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, generator=generator, device=where)
+    """Returns a seed that is the same on all ranks along the mesh dims that replicate."""
+    draw_device = "cpu" if generator is None else generator.device
+    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, generator=generator, device=draw_device)
     groups = [compat.group_name_of(mesh, m) for m in range(mesh.ndim) if m not in sharded]
     if not groups:
         return seed
@@ -79,12 +79,12 @@ def _agreed_seed(
 
 @functools.cache
 def _seeded(op: OpOverload) -> OpOverload:
-    """The op that does what a random op does, by a seed: the seed and the groups that shard come first."""
+    """Returns the seeded version of a random op, which takes the seed and the groups that shard as first arguments."""
     name = "seeded_" + re.sub(r"\W", "_", op.name())
     arguments, returns = str(op._schema).split("(", 1)[1].rsplit(" -> ", 1)
     arguments = _GENERATOR.sub("", arguments.rsplit(")", 1)[0]).rstrip(" ,*")
     _LIBRARY.define(f"{name}(Tensor seed, str[] group_names, {arguments}) -> {returns}", tags=_TAGS)
-    takes_generator = next((a.name for a in op._schema.arguments if _is_generator(a)), None)
+    generator_name = next((a.name for a in op._schema.arguments if _is_generator(a)), None)
     record = record_of(op)
     kernel = record.kernel or op
 
@@ -93,18 +93,18 @@ def _seeded(op: OpOverload) -> OpOverload:
         for group_name in group_names:
             group = compat.process_group(group_name)
             coordinate = coordinate * group.size() + group.rank()
-        number = (int(seed.item()) + coordinate * _MIX) % (1 << 63)
+        rank_seed = (int(seed.item()) + coordinate * _MIX) % (1 << 63)
         device = _device(args, kwargs)
-        if takes_generator is not None:
+        if generator_name is not None:
             generator = torch.Generator(device)
-            generator.manual_seed(number)
-            return _apart(kernel(*args, **kwargs, **{takes_generator: generator}), args)
-        with _default_generators_seeded(device, number):
-            return _apart(kernel(*args, **kwargs), args)
+            generator.manual_seed(rank_seed)
+            return _without_aliases(kernel(*args, **kwargs, **{generator_name: generator}), args)
+        with _default_generators_seeded(device, rank_seed):
+            return _without_aliases(kernel(*args, **kwargs), args)
 
     def fake(seed: Tensor, group_names: list[str], *args: object, **kwargs: object) -> object:
         shape_kernel: Callable[..., object] = record.shape_kernel or op
-        return _apart(shape_kernel(*args, **kwargs), args)
+        return _without_aliases(shape_kernel(*args, **kwargs), args)
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardcompile::{name}", fake, lib=_LIBRARY)
@@ -117,7 +117,7 @@ def _is_generator(argument: torch._C.Argument) -> bool:
 
 
 def _device(args: Sequence[object], kwargs: dict[str, object]) -> torch.device:
-    """The device on which an op draws."""
+    """Returns the device on which an op draws."""
     named = kwargs.get("device")
     if isinstance(named, (str, torch.device)):
         return torch.device(named)
@@ -125,16 +125,16 @@ def _device(args: Sequence[object], kwargs: dict[str, object]) -> torch.device:
     return torch.device("cpu") if found is None else found.device
 
 
-def _apart(out: object, args: Sequence[object]) -> object:
-    """The results of an op, none of them one of its arguments."""
+def _without_aliases(out: object, args: Sequence[object]) -> object:
+    """Clones results of an op that are one of its arguments, since results of a custom op must not alias its inputs."""
     if isinstance(out, Tensor):
         return out.clone() if any(out is a for a in args) else out
-    return type(out)(_apart(o, args) for o in out) if isinstance(out, (list, tuple)) else out
+    return type(out)(_without_aliases(o, args) for o in out) if isinstance(out, (list, tuple)) else out
 
 
 @contextlib.contextmanager
 def _default_generators_seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside the context an op that takes no generator draws by a seed. After it the generators are as before."""
+    """Seeds the default generators inside the context and restores their states afterwards."""
     generators = [torch.default_generator]
     if device.type != "cpu":
         module = torch.get_device_module(device)

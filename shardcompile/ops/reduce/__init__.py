@@ -1,1 +1,1 @@
-"""Reductions, and softmax."""
+"""Reductions, softmax and losses."""

@@ -1,4 +1,4 @@
-"""Reductions, and ops that work along one dim and leave the others alone."""
+"""Rules of reductions, and of ops that work along one dim and treat the others as batch dims."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ aten = torch.ops.aten
 
 
 def reduced_dims(dims: int | Sequence[int] | None, ndim: int) -> set[int]:
-    """The dims that a reduction removes; none given means all of them."""
+    """Returns the dims that are reduced; no dims given means all of them."""
     if dims is None or dims == [] or dims == ():
         return set(range(ndim))
     return {d % ndim if ndim else 0 for d in ([dims] if isinstance(dims, int) else dims)}
 
 
 def kept_axes(ndim: int, dims: set[int], keepdim: bool) -> list[tuple[int, int]]:
-    """Pairs of an input dim that stays and its output dim."""
-    pairs, at = [], 0
+    """Returns pairs of an input dim that is not reduced and its output dim."""
+    pairs, out_dim = [], 0
     for dim in range(ndim):
         if dim in dims:
-            at += keepdim
+            out_dim += keepdim
         else:
-            pairs.append((dim, at))
-            at += 1
+            pairs.append((dim, out_dim))
+            out_dim += 1
     return pairs
 
 
 def reduction(reduce_op: str | None, passes: Sequence[str] = (), dim_at: int = 1, keepdim_at: int = 2) -> Strategies:
-    """The rule of a reduction over ``dim``.
+    """Returns the rule of a reduction over ``dim``.
 
     Args:
-        reduce_op: what is pending on the result if a reduced dim is sharded; None if shards cannot simply be combined.
-        passes: reductions pending on the input that the op commutes with.
+        reduce_op: the pending reduction of the result if a reduced dim is sharded; None if there is no such reduction.
+        passes: pending reductions of the input with which the op commutes.
         dim_at: position of the argument ``dim``.
         keepdim_at: position of the argument ``keepdim``.
     """
@@ -46,8 +46,8 @@ def reduction(reduce_op: str | None, passes: Sequence[str] = (), dim_at: int = 1
         dims = reduced_dims(call.arg(dim_at, "dim"), ndim)
         keepdim = bool(call.arg(keepdim_at, "keepdim", False))
         outputs = len(call.op._schema.returns)
-        for dim, at in kept_axes(ndim, dims, keepdim):
-            yield along([dim], [at] * outputs)
+        for dim, out_dim in kept_axes(ndim, dims, keepdim):
+            yield along([dim], [out_dim] * outputs)
         if reduce_op is not None:
             for dim in sorted(dims & set(range(ndim))):
                 yield along([dim], [reduce_op] * outputs)
@@ -57,8 +57,8 @@ def reduction(reduce_op: str | None, passes: Sequence[str] = (), dim_at: int = 1
     return rule
 
 
-def _whole(reduce_op: str | None, passes: Sequence[str] = ()) -> Strategies:
-    """The rule of a reduction over everything, which has no ``dim``."""
+def _full_reduction(reduce_op: str | None, passes: Sequence[str] = ()) -> Strategies:
+    """Returns the rule of a full reduction, which has no argument ``dim``."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         if reduce_op is not None:
@@ -71,7 +71,7 @@ def _whole(reduce_op: str | None, passes: Sequence[str] = ()) -> Strategies:
 
 
 def other_dims(dim_at: int, default: int | None = None) -> Callable[[OpCall], Iterable[Strategy]]:
-    """The rule of an op that works along ``dim``: any other dim may be sharded, alike in all tensors of full rank."""
+    """Returns the rule of an op along ``dim``: any other dim may be sharded, the same in all tensors of full rank."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = max(t.ndim for t in call.tensors)
@@ -85,19 +85,19 @@ def other_dims(dim_at: int, default: int | None = None) -> Callable[[OpCall], It
 
 
 register(aten.sum.dim_IntList, reduction("sum", ["sum", "avg"]))
-register(aten.sum.default, _whole("sum", ["sum", "avg"]))
+register(aten.sum.default, _full_reduction("sum", ["sum", "avg"]))
 register(aten.prod.dim_int, reduction("product"))
-register(aten.prod.default, _whole("product"))
+register(aten.prod.default, _full_reduction("product"))
 register(aten.amax.default, reduction("max", ["max"]))
 register(aten.amin.default, reduction("min", ["min"]))
-register(aten.max.default, _whole("max", ["max"]))
-register(aten.min.default, _whole("min", ["min"]))
+register(aten.max.default, _full_reduction("max", ["max"]))
+register(aten.min.default, _full_reduction("min", ["min"]))
 register([aten.any.dim, aten.any.dims], reduction("max"))
 register([aten.all.dim, aten.all.dims], reduction("min"))
-register(aten.any.default, _whole("max"))
-register(aten.all.default, _whole("min"))
+register(aten.any.default, _full_reduction("max"))
+register(aten.all.default, _full_reduction("min"))
 register([aten.mean.dim], reduction(None, ["sum", "avg"]))
-register([aten.mean.default], _whole(None, ["sum", "avg"]))
+register([aten.mean.default], _full_reduction(None, ["sum", "avg"]))
 register([aten.var.correction, aten.std.correction], reduction(None, keepdim_at=99))
 register([aten.var_mean.correction, aten.std_mean.correction], reduction(None, keepdim_at=99))
 register(aten.linalg_vector_norm.default, reduction(None, dim_at=2, keepdim_at=3))

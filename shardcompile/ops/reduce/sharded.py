@@ -1,7 +1,7 @@
-"""Reductions, softmax and losses in terms of other ops on the same, global, tensors.
+"""Decompositions of reductions, softmax and losses into other ops on the same global tensors.
 
-They are right on any layout because every op that they use is. Each is taken where its op would otherwise have to
-gather a sharded dim; the counts in them (`numel`, `shape`) are global ones, never those of a shard.
+They are correct on any layout because every op that they use is. A decomposition is used where the op would otherwise
+have to gather a sharded dim. The counts in them (`numel`, `shape`) are global, never those of a local shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
 
 
 def _count(x: Tensor, dims: Sequence[int]) -> IntLike:
-    """Elements that a reduction over `dims` combines."""
+    """Returns the number of elements that a reduction over `dims` combines."""
     return math.prod([x.shape[d] for d in dims]) if x.ndim else 1
 
 
@@ -51,7 +51,7 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 def moments(
     x: Tensor, dim: int | Sequence[int] | None, correction: float | None, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean by two passes, as stable as the plain kernels."""
+    """Returns variance and mean by the two-pass algorithm, as stable as torch's kernels."""
     dims = _dims(x, dim)
     dtype = x.dtype
     x = widened(x)
@@ -102,43 +102,46 @@ def _vector_norm(
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
-    size = widened(x.abs())
-    return _norm_of_sizes(size, ord, dims, keepdim).to(x.dtype.to_real())
+    magnitude = widened(x.abs())
+    return _norm_of_magnitudes(magnitude, ord, dims, keepdim).to(x.dtype.to_real())
 
 
-def _shape_of_norm(
+def _norm_shape(
     x: Tensor,
     ord: float = 2,
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
     **named: torch.dtype | None,
 ) -> Tensor:
-    """Torch's fake kernel keeps a dim of one element that is counted from the end (2.11 - 2.12): it gets none."""
+    """The shape kernel. Torch's fake kernel (2.11 - 2.12) keeps a negative dim of size 1, so dims are wrapped first."""
     return aten.linalg_vector_norm.default(x, ord, _dims(x, dim), keepdim, **named)
 
 
-def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> Tensor:
+def _norm_of_magnitudes(magnitude: Tensor, ord: float, dims: list[int], keepdim: bool) -> Tensor:
     if ord == math.inf:
-        return aten.amax.default(size, dims, keepdim)
+        return aten.amax.default(magnitude, dims, keepdim)
     if ord == -math.inf:
-        return aten.amin.default(size, dims, keepdim)
+        return aten.amin.default(magnitude, dims, keepdim)
     if ord == 0:
-        return aten.sum.dim_IntList((size != 0).to(size.dtype), dims, keepdim)
+        return aten.sum.dim_IntList((magnitude != 0).to(magnitude.dtype), dims, keepdim)
     if ord == 1:
-        return aten.sum.dim_IntList(size, dims, keepdim)
-    if size.dtype is torch.float32 and size.device.type == "cpu":
-        size = size.double()  # as plain PyTorch does there: squares of large numbers must not overflow
+        return aten.sum.dim_IntList(magnitude, dims, keepdim)
+    if magnitude.dtype is torch.float32 and magnitude.device.type == "cpu":
+        magnitude = magnitude.double()  # as plain PyTorch does on CPU, so that squares of large values do not overflow
     if ord == 2:
-        return aten.sum.dim_IntList(size * size, dims, keepdim).sqrt()
-    return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1.0 / ord)
+        return aten.sum.dim_IntList(magnitude * magnitude, dims, keepdim).sqrt()
+    return aten.sum.dim_IntList(magnitude**ord, dims, keepdim) ** (1.0 / ord)
 
 
 def _logsumexp(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False) -> Tensor:
     return logsumexp(x, _dims(x, dim), keepdim, largest)
 
 
-def _shape_of_logsumexp(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False) -> Tensor:
-    """Also of no rows: torch's formula takes a maximum, and states that there are some where only a run can tell."""
+def _logsumexp_shape(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False) -> Tensor:
+    """The shape kernel, which also permits empty dims.
+
+    Torch's meta function takes a maximum, and so asserts that a dim of unbacked size is not empty.
+    """
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     return aten.sum.dim_IntList(x, _dims(x, dim), keepdim)
 
@@ -174,14 +177,14 @@ def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtyp
 
 
 def _positions(x: Tensor, dim: int) -> Tensor:
-    """The index along `dim` of every element, laid out like `x`: plain, so a copy of the whole range on every rank."""
+    """Returns the index along `dim` of every element, broadcastable to `x`: a plain tensor, the same on every rank."""
     shape = [1] * x.ndim
     shape[dim] = -1
     return torch.arange(x.shape[dim], device=x.device).view(shape)
 
 
 def _arg_extremum(x: Tensor, best: Tensor, dim: int, keepdim: bool) -> Tensor:
-    """The first index along `dim` at which `x` equals the extremum; a NaN counts as one."""
+    """Returns the first index along `dim` at which `x` equals the extremum, where a NaN equals a NaN."""
     hit = x == best
     if x.is_floating_point():
         hit = hit | (x.isnan() & best.isnan())
@@ -205,7 +208,7 @@ def _arg(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def decomposed(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         if dim is not None or x.ndim <= 1:
             return _extremum_dim(reduce)(x, 0 if dim is None else dim, keepdim)[1]
-        # Over everything: the smallest flat index among the hits.
+        # Full reduction: the smallest flat index at which `x` equals the extremum.
         best = reduce(x, [], True)
         hit = x == best
         if x.is_floating_point():
@@ -224,14 +227,17 @@ def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
 
 
 def _reduce(x: Tensor, reduction: int) -> Tensor:
-    """None, mean or sum, numbered as in ``torch.nn._reduction``."""
+    """Reduces a loss: none, mean or sum, encoded as in ``torch.nn._reduction``."""
     if reduction == 0:
         return x
     return x.mean() if reduction == 1 else x.sum()
 
 
 def _loss_backward(op: OpOverload) -> Run:
-    """The gradient of a loss by torch's decomposition, which divides by the number of elements, also if that is 0."""
+    """Returns the decomposition of the backward op of a loss.
+
+    Torch's decomposition divides by the number of elements, even if it is 0, so that case is treated separately.
+    """
     decomposition = compat.decomposition_by_torch(op)
 
     def run(grad: Tensor, x: Tensor, target: Tensor, *args: object) -> object:
@@ -249,8 +255,8 @@ state(aten.var.correction, sharded=_var)
 state(aten.std.correction, sharded=_std)
 state(aten.var_mean.correction, sharded=_var_mean)
 state(aten.std_mean.correction, sharded=_std_mean)
-state(aten.linalg_vector_norm.default, sharded=_vector_norm, shape_kernel=_shape_of_norm)
-state(aten.logsumexp.default, sharded=_logsumexp, shape_kernel=_shape_of_logsumexp)
+state(aten.linalg_vector_norm.default, sharded=_vector_norm, shape_kernel=_norm_shape)
+state(aten.logsumexp.default, sharded=_logsumexp, shape_kernel=_logsumexp_shape)
 state(aten._softmax.default, sharded=_softmax)
 state(aten._log_softmax.default, sharded=_log_softmax)
 state(aten._softmax_backward_data.default, sharded=_softmax_backward)

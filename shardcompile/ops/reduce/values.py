@@ -1,4 +1,4 @@
-"""Ops that read the value of a tensor of one element."""
+"""Data-dependent ops: they read the value of a tensor of one element."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Cumulative ops, and those that turn rows around."""
+"""Cumulative ops (scans), and `flip`, `roll` and `repeat`."""

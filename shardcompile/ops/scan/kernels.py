@@ -1,4 +1,4 @@
-"""Running extrema of shards, and shards that are rolled."""
+"""Cumulative extrema of local shards, and the roll of a local shard."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ aten = torch.ops.aten
 
 
 def _running_extremum(
-    op: OpOverload, worst: Callable[[torch.dtype], Scalar]
+    op: OpOverload, identity: Callable[[torch.dtype], Scalar]
 ) -> Callable[[Tensor, int], Sequence[Tensor]]:
-    """`cummax` or `cummin` of a shard, which in a trace has a row more along dims that may be empty on some ranks.
+    """Returns `cummax` or `cummin` of a local shard. In a trace dims of symbolic size are padded by a row.
 
-    Run for shapes alone, torch's kernel asks whether there are elements, to look at `dim` then. Nothing can be said of
-    a size that a run gives; of another the answer would be a guard that holds on some ranks only.
+    Torch's meta kernel checks whether there are elements before it validates `dim`. For an unbacked size this check is
+    undecidable; for a backed size it would install a guard that holds on some ranks only. A padded dim is never empty.
     """
 
     def run(x: Tensor, dim: int) -> Sequence[Tensor]:
         dims = [d for d in range(x.ndim) if isinstance(x.shape[d], torch.SymInt)]
-        found = op(padded(x, dims, worst(x.dtype)) if dims else x, dim)
+        found = op(padded(x, dims, identity(x.dtype)) if dims else x, dim)
         for d in dims:
             found = [aten.slice.Tensor(t, d, 0, x.shape[d]) for t in found]
-        # Stored as kernels store it, not as a part of what has a row more: a graph returns these strides.
+        # Contiguous, as kernels store it, not a slice of the padded result: a graph returns these strides.
         return [aten.clone.default(t, memory_format=torch.contiguous_format) for t in found] if dims else found
 
     return run
 
 
 def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
-    """`roll`; inside a trace torch's own asks whether the shard is empty."""
+    """`roll`; inside a trace torch's own kernel guards on whether the shard is empty."""
     if type(x) is Tensor or not dims:
         return aten.roll.default(x, shifts, dims)
     for shift, dim in zip(shifts, dims, strict=True):
@@ -46,8 +46,8 @@ def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Ten
     return x
 
 
-def _shape_of_roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
-    """Where only a run tells the number of rows: torch's formula divides by it, which may be 0."""
+def _roll_shape(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
+    """The shape kernel. Torch's meta function divides by the number of rows, which may be 0 if it is unbacked."""
     if any(map(is_unbacked, x.shape)):
         return x.new_empty(x.shape)
     return aten.roll.default(x, shifts, dims)
@@ -58,4 +58,4 @@ running_minimum = _running_extremum(aten.cummin.default, highest)
 
 state(aten.cummax.default, kernel=running_maximum)
 state(aten.cummin.default, kernel=running_minimum)
-state(aten.roll.default, kernel=_roll, shape_kernel=_shape_of_roll)
+state(aten.roll.default, kernel=_roll, shape_kernel=_roll_shape)

@@ -1,4 +1,4 @@
-"""Cumulative ops, and those that turn rows around: any other dim may be sharded."""
+"""Rules of cumulative ops, `flip`, `roll` and `repeat`: any dim along which the op does not work may be sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _flip(call: OpCall) -> Iterable[Strategy]:
 
 
 def _roll(call: OpCall) -> Iterable[Strategy]:
-    """Any dim that is not rolled may be sharded; without dims it is the flat tensor that is."""
+    """Any dim that is not rolled may be sharded; without dims the flattened tensor is rolled, so that none may."""
     ndim = call.tensors[0].ndim
     dims = {d % max(ndim, 1) for d in call.arg(2, "dims", ())}
     return [along([d], [d]) for d in range(ndim) if dims and d not in dims]
@@ -38,8 +38,9 @@ def _repeat(call: OpCall) -> Iterable[Strategy]:
 def _cumprod(call: OpCall) -> Iterable[Strategy]:
     shape = call.tensors[0].shape
     if shape and not compat.in_backward_pass():
-        # Torch unrolls the gradient over the dim: one graph for each size. In the gradient of `prod` it is too late
-        # for that, since the forward graph gives sizes to the outside, and there is no gradient of it in a graph.
+        # Torch unrolls the gradient over the dim, so that a graph has to specialize on its size. In the backward pass
+        # (the gradient of `prod`) it is too late to specialize, since the forward graph has returned the sizes. It is
+        # not necessary there, as a graph has no second derivative.
         int(shape[call.args[1] % len(shape)])
     return other_dims(1)(call)
 

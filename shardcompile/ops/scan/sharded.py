@@ -1,8 +1,8 @@
-"""Ops along a sharded dim that look at rows of other ranks: cumulative ones, and `flip`, `roll` and `repeat`.
+"""Ops along a sharded dim that need rows of other ranks: cumulative ops (scans), and `flip`, `roll` and `repeat`.
 
-A cumulative op is run on every shard. What a shard passes on to those after it is one row; these rows are gathered, and
-each rank combines those of the shards before its own with its result (Blelloch, "Prefix sums and their applications",
-1990).
+A scan runs on every local shard. Its last row is the carry of the shard. The carries of all shards are gathered and
+scanned, and each rank combines the carry of the shards before its own with its result (Blelloch, "Prefix sums and their
+applications", 1990).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, derive, shard_size
-from shardcompile.collectives.halo_exchange import FETCH_AROUND, Around
+from shardcompile.collectives.halo_exchange import FETCH_HALO, HaloExchange
 from shardcompile.compat import OpOverload
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
@@ -35,7 +35,7 @@ Scan = Callable[..., Tensor]
 
 
 def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
-    """The layout of a tensor of one row for every shard, and that in which every rank has all of them."""
+    """Returns the layout of a tensor with one row on every shard, and the layout in which these rows are gathered."""
     partition = layout.partition_of(dim)
     shards = math.prod(partition.parts)
     rows = with_partition(
@@ -44,44 +44,44 @@ def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout,
     return rows, rows.gathered(dim)
 
 
-def _of_shards_before(
+def _carry_in(
     layout: Layout,
     dim: int,
-    passed_on: Sequence[Tensor],
-    nothing: Sequence[Scalar],
+    carries: Sequence[Tensor],
+    identities: Sequence[Scalar],
     scan: Callable[..., Sequence[Tensor]],
     from_end: bool = False,
 ) -> list[Tensor]:
-    """What the shards before this rank's pass on, one row.
+    """Returns the carry into the local shard: the carries of all shards before it, combined to one row.
 
     Args:
-        layout: of the tensor that is scanned.
-        dim: along which.
-        passed_on: by this rank's local shard: tensors of one row.
-        nothing: what stands for no shard, for each of them.
-        scan: combines rows along `dim` from the first to each.
-        from_end: whether the last shard comes first.
+        layout: layout of the tensor that is scanned.
+        dim: the dim along which it is scanned.
+        carries: the carries of the local shard: tensors of one row.
+        identities: for each carry the identity element, which is the carry into the first shard.
+        scan: the inclusive scan of carries along `dim`.
+        from_end: whether the scan runs from the last shard to the first.
     """
 
-    def turned(rows: Tensor) -> Tensor:
+    def in_scan_order(rows: Tensor) -> Tensor:
         return aten.flip.default(rows, [dim]) if from_end else rows
 
-    layouts = [_one_row_each(layout, dim, t.dtype) for t in passed_on]
+    layouts = [_one_row_each(layout, dim, t.dtype) for t in carries]
     gathered = [
-        turned(run_plan(find_plan(rows, whole), t)) for (rows, whole), t in zip(layouts, passed_on, strict=True)
+        in_scan_order(run_plan(find_plan(rows, full), t)) for (rows, full), t in zip(layouts, carries, strict=True)
     ]
     shifted = [
         aten.cat.default([torch.full_like(t.narrow(dim, 0, 1), value), t.narrow(dim, 0, t.shape[dim] - 1)], dim)
-        for t, value in zip(gathered, nothing, strict=True)
+        for t, value in zip(gathered, identities, strict=True)
     ]
     scanned = zip(layouts, scan(*shifted), strict=True)
-    return [run_plan(find_plan(whole, rows), turned(t)) for (rows, whole), t in scanned]
+    return [run_plan(find_plan(full, rows), in_scan_order(t)) for (rows, full), t in scanned]
 
 
-def _last_row(x: Tensor, dim: int, nothing: Scalar) -> Tensor:
-    """The last row of a shard, or a row of `nothing` if it has none."""
-    front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], nothing)
-    # Inductor 2.11 cannot lower a slice that starts at -1 where only a run tells the size.
+def _last_row(x: Tensor, dim: int, identity: Scalar) -> Tensor:
+    """Returns the last row of a shard, or a row of the identity element if the shard is empty."""
+    front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], identity)
+    # Inductor 2.11 cannot lower a slice that starts at -1 along a dim of unbacked size.
     return aten.cat.default([front, x], dim).narrow(dim, x.shape[dim], 1)
 
 
@@ -90,8 +90,10 @@ def _is_sharded(x: Sharded, dim: int) -> bool:
 
 
 def _cumulative(
-    op: OpOverload, nothing: float, combine: Callable[[Tensor, Tensor], Tensor], from_end: bool = False
+    op: OpOverload, identity: float, combine: Callable[[Tensor, Tensor], Tensor], from_end: bool = False
 ) -> Scan:
+    """Returns the decomposition of a cumulative op with the given identity element and combining op."""
+
     def scan(x: Sharded, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
         if not x.ndim:
             return NotImplemented
@@ -102,8 +104,8 @@ def _cumulative(
         own = op(aten.flip.default(shard, [dim]) if from_end else shard, dim)
         out = aten.flip.default(own, [dim]) if from_end else own
         if layout.partitions[dim] is not None:
-            last = _last_row(own, dim, nothing)
-            (before,) = _of_shards_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)], from_end)
+            last = _last_row(own, dim, identity)
+            (before,) = _carry_in(layout, dim, [last], [identity], lambda rows: [op(rows, dim)], from_end)
             out = combine(before, out)
         return wrap(x, out.to(meta.dtype), layout.with_dtype(meta.dtype), compat.retrace(meta.stride()))
 
@@ -117,43 +119,43 @@ _logcumsumexp = _cumulative(aten.logcumsumexp.default, -math.inf, aten.logaddexp
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """``aten.logcumsumexp`` along a sharded dim; of complex numbers it is left to the fallback."""
+    """``aten.logcumsumexp`` along a sharded dim; complex dtypes are left to the fallback."""
     return NotImplemented if x.is_complex() else _logcumsumexp(x, dim)
 
 
 def _cumulative_extremum(
     op: OpOverload,
-    of_shard: Callable[[Tensor, int], Sequence[Tensor]],
-    worst: Callable[[torch.dtype], Scalar],
+    scan_shard: Callable[[Tensor, int], Sequence[Tensor]],
+    identity: Callable[[torch.dtype], Scalar],
     wins: Callable[[Tensor, Tensor], Tensor],
 ) -> Run:
-    """`cummax` or `cummin`: values, and for each the last index that has it."""
+    """Returns the decomposition of `cummax` or `cummin`: values, and for each the last index at which it occurs."""
 
     def scan(x: Sharded, dim: int) -> tuple[Tensor, Tensor]:
         if not _is_sharded(x, dim):
             return NotImplemented
         meta = global_meta(op, (x, dim), {})[0]
         x, dim = reduced(x), dim % x.ndim
-        layout, nothing = x._spec.layout, worst(meta.dtype)
-        values, places = of_shard(x._local_tensor, dim)
+        layout, neutral = x._spec.layout, identity(meta.dtype)
+        values, indices = scan_shard(x._local_tensor, dim)
         start: Any = first_row(layout.partition_of(dim), layout)
-        places = places + start
+        indices = indices + start
 
-        def best(rows: Tensor, at: Tensor) -> list[Tensor]:
-            found, which = of_shard(rows, dim)
-            # Places grow from shard to shard. Where a shard without rows wins, all before it tie with it, and the
-            # last of their places is the right one.
-            return [found, aten.gather.default(running_maximum(at, dim)[0], dim, which)]
+        def scan_carries(rows: Tensor, at: Tensor) -> list[Tensor]:
+            found, shards = scan_shard(rows, dim)
+            # Indices increase from shard to shard. If the extremum is that of an empty shard, all shards before it tie
+            # with it, and the last of their indices is the right one.
+            return [found, aten.gather.default(running_maximum(at, dim)[0], dim, shards)]
 
-        passed_on = [_last_row(values, dim, nothing), _last_row(places, dim, -1)]
-        value_before, place_before = _of_shards_before(layout, dim, passed_on, [nothing, -1], best)
-        mine = wins(values, value_before)
+        carries = [_last_row(values, dim, neutral), _last_row(indices, dim, -1)]
+        value_before, index_before = _carry_in(layout, dim, carries, [neutral, -1], scan_carries)
+        local_wins = wins(values, value_before)
         if values.is_floating_point():
-            mine = mine | values.isnan()
+            local_wins = local_wins | values.isnan()
         stride = compat.retrace(meta.stride())
         return (
-            wrap(x, torch.where(mine, values, value_before), layout, stride),
-            wrap(x, torch.where(mine, places, place_before), layout.with_dtype(torch.int64), stride),
+            wrap(x, torch.where(local_wins, values, value_before), layout, stride),
+            wrap(x, torch.where(local_wins, indices, index_before), layout.with_dtype(torch.int64), stride),
         )
 
     return scan
@@ -163,11 +165,11 @@ cummax = _cumulative_extremum(aten.cummax.default, running_maximum, lowest, aten
 cummin = _cumulative_extremum(aten.cummin.default, running_minimum, highest, aten.le.Tensor)
 
 
-# Rows in another order
+# Permutations and repetitions of rows
 
 
 def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
-    """``aten.flip`` along sharded dims: the first rank and the last one exchange their shards, and so on."""
+    """``aten.flip`` along sharded dims: rank i exchanges its shard with rank ``world_size - 1 - i``."""
     dims = [d % x.ndim for d in dims]
     layout, local = x._spec.layout, aten.flip.default(x._local_tensor, dims)
     for dim in dims:
@@ -190,10 +192,8 @@ def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
 
 
 def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
-    """``aten.roll`` along sharded dims: rows go to the rank that holds their new place, in one exchange for each
-    dim.
-    """
-    if not dims and x.ndim > 1 and any(x._spec.layout.partitions):  # torch rolls all elements, one after the other
+    """``aten.roll`` along sharded dims: one exchange per dim sends rows to the ranks that hold their new indices."""
+    if not dims and x.ndim > 1 and any(x._spec.layout.partitions):  # without dims, torch rolls the flattened tensor
         return aten.view.default(aten.roll.default(aten.reshape.default(x, [-1]), shifts, [0]), list(x.shape))
     dims = [d % max(x.ndim, 1) for d in dims] or [0]
     if not any(_is_sharded(x, d) for d in dims):
@@ -201,16 +201,16 @@ def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
     meta = global_meta(aten.roll.default, (x, shifts, dims), {})
     layout, local = x._spec.layout, x._local_tensor
     pairs = list(zip(dims, shifts, strict=True))
-    whole = [(d, shift) for d, shift in pairs if layout.partitions[d] is None]
-    if whole:
-        local = aten.roll.default(local, [shift for _, shift in whole], [d for d, _ in whole])
+    unsharded = [(d, shift) for d, shift in pairs if layout.partitions[d] is None]
+    if unsharded:
+        local = aten.roll.default(local, [shift for _, shift in unsharded], [d for d, _ in unsharded])
     for dim, shift in pairs:
         partition = layout.partitions[dim]
         if partition is not None and len(partition.mesh_dims) == 1:
             group = compat.group_name_of(layout.mesh, partition.mesh_dims[0])
             held = partition.group_ref(compat.coordinate(layout.mesh) or ())
-            rows = Around(local, dim, shift, -shift, layout.shape[dim], local.shape[dim], held, group)
-            local = FETCH_AROUND.start(rows).wait()
+            rows = HaloExchange(local, dim, shift, -shift, layout.shape[dim], local.shape[dim], held, group)
+            local = FETCH_HALO.start(rows).wait()
     out = wrap(x, local, layout, compat.retrace(meta.stride()))
     for dim, shift in pairs:
         if layout.partitions[dim] is not None and len(layout.partition_of(dim).mesh_dims) > 1:
@@ -219,9 +219,9 @@ def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
 
 
 def _rolled_over_mesh_dims(x: Sharded, shift: IntLike, dim: int) -> Sharded:
-    """Where no group holds all shards of a dim: two slices change places."""
+    """Rolls a dim that is sharded over several mesh dims, which no process group spans: concatenates two slices."""
     count = x.shape[dim]
-    if compat.is_unbacked(count):  # no formula tells that the slices have all rows
+    if compat.is_unbacked(count):  # no symbolic formula proves that the two slices have all rows
         begin: Any = -shift
         rows = torch.arange(begin, count + begin, device=x.device) % torch.sym_max(count, 1)
         return aten.index_select.default(x, dim, rows)  # type: ignore[no-any-return]
@@ -233,18 +233,18 @@ _repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
 
 
 def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
-    """``aten.repeat`` where a sharded dim is repeated: copies one after the other."""
+    """``aten.repeat`` with a sharded dim that is repeated: concatenates copies."""
     new = len(repeats) - x.ndim
-    known = [
+    repeated = [
         d for d in range(x.ndim) if _is_sharded(x, d) and isinstance(repeats[new + d], int) and repeats[new + d] > 1
     ]
     if not all(isinstance(n, int) for n in repeats):
         return _repeat_by_views(x, repeats)
-    if not known:
+    if not repeated:
         return NotImplemented
-    for d in known:
+    for d in repeated:
         x = aten.cat.default([x] * repeats[new + d], d)
-    return aten.repeat.default(x, [1 if i - new in known else n for i, n in enumerate(repeats)])
+    return aten.repeat.default(x, [1 if i - new in repeated else n for i, n in enumerate(repeats)])
 
 
 state(aten.cumsum.default, sharded=cumsum)

@@ -1,1 +1,1 @@
-"""Sorting."""
+"""Sorting and top-k."""

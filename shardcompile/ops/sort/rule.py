@@ -1,4 +1,4 @@
-"""Sorting along a dim: any other may be sharded."""
+"""Rules of sorting along a dim: any other dim may be sharded."""
 
 from __future__ import annotations
 

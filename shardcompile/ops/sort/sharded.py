@@ -1,4 +1,4 @@
-"""Sorting along a sharded dim: rows go where the order says, and the sorted rows are sharded as those were."""
+"""Sorting along a sharded dim: rows are sent to their sorted positions, and the result is sharded like the input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import sort_rows, top_rows
-from shardcompile.ops import Form, state
+from shardcompile.ops import ShardedDecomposition, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """``aten.sort`` of a tensor of one dim that is sharded over one mesh dim."""
+    """``aten.sort`` of a 1-d tensor that is sharded over one mesh dim."""
     if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_complex:
         return NotImplemented
     x = reduced(x)
@@ -27,30 +27,30 @@ def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, T
     if partition is None or len(partition.mesh_dims) != 1:
         return NotImplemented
     with compat.unrecorded_symbols(x._local_tensor):
-        rows, numbers, found = sort_rows(x._local_tensor, partition, layout.mesh, descending)
-        there = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [found])
-        home = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [neighbouring(partition)])
-        parts = [_at_home(x, part, there, home) for part in (rows, numbers)]
+        rows, indices, found = sort_rows(x._local_tensor, partition, layout.mesh, descending)
+        source = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [found])
+        target = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [neighbouring(partition)])
+        parts = [_redistributed(x, part, source, target) for part in (rows, indices)]
     return parts[0], parts[1]
 
 
-def _at_home(x: Sharded, part: Tensor, there: Layout, home: Layout) -> Tensor:
-    """A sorted column in the shards of what was sorted."""
-    stride = contiguous_stride(home.shape)
-    column = wrap(x, part, there.with_dtype(part.dtype), stride)
-    wanted = home.with_dtype(part.dtype)
+def _redistributed(x: Sharded, part: Tensor, source: Layout, target: Layout) -> Tensor:
+    """Redistributes sorted values or indices to the shard sizes of the input."""
+    stride = contiguous_stride(target.shape)
+    column = wrap(x, part, source.with_dtype(part.dtype), stride)
+    wanted = target.with_dtype(part.dtype)
     return wrap(x, moved(column, wanted), wanted, stride)
 
 
 def stable_sort(
     x: Sharded, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``aten.sort.stable``: every order of rows here is stable."""
+    """``aten.sort.stable``: the distributed sort is always stable."""
     return sort(x, dim, descending)
 
 
 def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """``aten.topk`` along a dim that one mesh dim partitions: the best of each rank meet on all of them."""
+    """``aten.topk`` along a dim sharded over one mesh dim: the candidates of all ranks are gathered on each of them."""
     if not isinstance(x, Sharded) or x.ndim == 0 or x.dtype.is_complex or not isinstance(k, int):
         return NotImplemented
     dim = dim % x.ndim
@@ -60,7 +60,8 @@ def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bo
     x = reduced(x)
     layout = x._spec.layout
     (mesh_dim,) = partition.mesh_dims
-    if 2 * k * layout.mesh.shape[mesh_dim] > compat.size_hint(x.shape[dim]):  # two columns of candidates
+    # Candidates have two columns, values and indices.
+    if 2 * k * layout.mesh.shape[mesh_dim] > compat.size_hint(x.shape[dim]):
         return NotImplemented
     meta = global_meta(aten.topk.default, (x, k, dim, largest, sorted), {})
     with compat.unrecorded_symbols(x._local_tensor):
@@ -68,13 +69,13 @@ def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bo
     placements = [Replicate() if m == mesh_dim else p for m, p in enumerate(layout.placements)]
     shape = [k if d == dim else n for d, n in enumerate(layout.shape)]
     partitions = [None if d == dim else c for d, c in enumerate(layout.partitions)]
-    values, numbers = (
-        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, partitions), compat.retrace(told.stride()))
-        for part, told in zip(parts, meta, strict=True)
+    values, indices = (
+        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, partitions), compat.retrace(m.stride()))
+        for part, m in zip(parts, meta, strict=True)
     )
-    return values, numbers
+    return values, indices
 
 
-state(aten.sort.default, sharded=Form(sort, joined=sort))
+state(aten.sort.default, sharded=ShardedDecomposition(sort, joined=sort))
 state(aten.topk.default, sharded=topk)
-state(aten.sort.stable, sharded=Form(stable_sort, joined=stable_sort))
+state(aten.sort.stable, sharded=ShardedDecomposition(stable_sort, joined=stable_sort))
