@@ -172,9 +172,8 @@ def _emit(
             reduced = add_node(graph, aten.permute.default, reduced, transpose)
         weights = shared if is_left else add_node(graph, aten.permute.default, shared, transpose)
         result = add_node(graph, aten.sum.dim_IntList, add_node(graph, aten.mul.Tensor, weights, reduced), [ndim - 1])
-        remaining = [
-            d for d in product_order if d != product_order[axis]
-        ]  # dims of the product in the order of the sum's
+        # The remaining dims of the product, in the order of those of the sum.
+        remaining = [d for d in product_order if d != product_order[axis]]
         order = [sorted(remaining).index(d) for d in remaining]
         if order != sorted(order):
             result = add_node(graph, aten.permute.default, result, order)

@@ -126,8 +126,8 @@ class Collective:
         """
         if self.descriptor.whole is not None:
             return self.descriptor.whole(self.values)
-        whole = sum(size_of(p.meta["val"]) for p in self.payloads)
-        return whole * self.group_size if self.descriptor.of_one_rank else whole
+        total = sum(size_of(p.meta["val"]) for p in self.payloads)
+        return total * self.group_size if self.descriptor.of_one_rank else total
 
     @property
     def global_bytes(self) -> int:

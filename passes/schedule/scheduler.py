@@ -56,9 +56,8 @@ class Scheduler:
         self._work: list[tuple[float, int, int]] = []
         self._unreleased: list[tuple[float, int, int]] = []  # ready, but not released, see `SchedulingPolicy.release`
         self._streams = Streams(tasks.link)
-        groups = list(
-            dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream))
-        )  # not by name: names differ between ranks
+        # Groups are ordered by their first start, since their names differ between ranks.
+        groups = list(dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream)))
         self._early: list[tuple[float, int]] = []  # collectives that grow, by their due time
         self._growing: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
         self._shrinking: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
