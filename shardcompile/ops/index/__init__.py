@@ -1,1 +1,1 @@
-"""Rows by index: looked up, written, added, counted."""
+"""Ops that gather, write, add and count rows by index."""

@@ -1,4 +1,4 @@
-"""Counting: each rank counts what it holds, and the counts are added up."""
+"""`bincount` and `histc`: each rank counts the values of its local shard, and the counts are summed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """``aten.bincount`` of numbers that are sharded; in a trace, where none is known, it is left to the rules."""
+    """``aten.bincount`` of a sharded tensor; in a trace, where its values are unknown, the rules apply."""
     if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_floating_point or compat.is_fake(x._local_tensor):
         return NotImplemented
     x = reduced(x)
@@ -26,17 +26,17 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
         return NotImplemented
     lowest, highest = (int(e.item()) for e in (aten.min.default(x), aten.max.default(x)))
     if lowest < 0:
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     layout = x._spec.layout
-    own = None if weights is None else moved(weights, layout.with_dtype(weights.dtype))
-    found = aten.bincount.default(x._local_tensor, own, max(minlength, highest + 1))
-    if own is not None:  # of nothing torch gives whole numbers
-        found = found.to(torch.float32 if own.dtype is torch.float32 else torch.float64)
-    return reduced(_add_up(x, found))  # as in a trace, where the op runs on full values
+    local_weights = None if weights is None else moved(weights, layout.with_dtype(weights.dtype))
+    counts = aten.bincount.default(x._local_tensor, local_weights, max(minlength, highest + 1))
+    if local_weights is not None:  # of an empty shard torch gives integers
+        counts = counts.to(torch.float32 if local_weights.dtype is torch.float32 else torch.float64)
+    return reduced(_pending_sum(x, counts))  # as in a trace, where the op runs on full values
 
 
 def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """``aten.histc`` of numbers that are sharded; in a trace only between limits that are given."""
+    """``aten.histc`` of a sharded tensor; in a trace only between limits that are given."""
     if not isinstance(x, Sharded) or not (min < max or min == max == 0):
         return NotImplemented
     x = reduced(x)
@@ -47,14 +47,14 @@ def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
             return NotImplemented
         min, max = (float(e.item()) for e in (aten.min.default(x), aten.max.default(x)))
         if not (math.isfinite(min) and math.isfinite(max)):
-            return NotImplemented  # torch says what is wrong
+            return NotImplemented  # torch raises the error
         min, max = (min - 1, max + 1) if min == max else (min, max)
-        return reduced(_add_up(x, aten.histc.default(x._local_tensor, bins, min, max)))  # as in a trace
-    return _add_up(x, aten.histc.default(x._local_tensor, bins, min, max))
+        return reduced(_pending_sum(x, aten.histc.default(x._local_tensor, bins, min, max)))  # as in a trace
+    return _pending_sum(x, aten.histc.default(x._local_tensor, bins, min, max))
 
 
-def _add_up(x: Sharded, counts: torch.Tensor) -> Tensor:
-    """The counts of all shards as a pending sum."""
+def _pending_sum(x: Sharded, counts: torch.Tensor) -> Tensor:
+    """Wraps the counts of the local shards as a pending sum."""
     layout = x._spec.layout
     over = {m for c in layout.partitions if c is not None for m in c.mesh_dims}
     placements = [Partial("sum") if m in over else p for m, p in enumerate(layout.placements)]

@@ -1,9 +1,9 @@
-"""Indices that are out of range: an error before anything is sent.
+"""Checks that indices are in range, before anything is sent.
 
-A kernel raises on the rank whose shard of rows the index would be in, and the others would wait for it. In eager mode
-on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of a partition index
-each rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.diagnosis` tells
-the others why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
+A kernel raises only on the rank whose shard the index falls into, and the other ranks would wait for it. In eager mode
+on CPUs indices are therefore checked first. The check of a replicated index is rank-invariant. Of a sharded index each
+rank checks its local shard: an exchange would cost many times what a gather does, and `shardcompile.diagnosis` tells
+the other ranks why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Indexed:
 
     Attributes:
         index: the tensor, sharded or plain.
-        x: what it counts rows of.
-        dim: along which.
-        wraps: whether negative numbers count from the end.
-        ignored: a number that stands for no row.
+        x: the tensor that it indexes.
+        dim: the dim of `x` that it indexes.
+        wraps: whether negative indices count from the end.
+        ignored: an index that names no row.
     """
 
     index: Any
@@ -43,7 +43,7 @@ class Indexed:
     ignored: int | None = None
 
 
-def _rows(wraps: bool = False) -> Callable[..., Iterator[Indexed]]:
+def _indices_along_dim(wraps: bool = False) -> Callable[..., Iterator[Indexed]]:
     def find(x: Tensor, dim: int, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
         if x.ndim:
             yield Indexed(index, x, dim % x.ndim, wraps)
@@ -51,16 +51,16 @@ def _rows(wraps: bool = False) -> Callable[..., Iterator[Indexed]]:
     return find
 
 
-def _by_dim(x: Tensor, indices: Sequence[Tensor | None], *_: object, **__: object) -> Iterator[Indexed]:
+def _indices_per_dim(x: Tensor, indices: Sequence[Tensor | None], *_: object, **__: object) -> Iterator[Indexed]:
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):  # a mask may take several dims
         yield from (Indexed(i, x, d, wraps=True) for d, i in enumerate(indices) if i is not None)
 
 
-def _table(weight: Tensor, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
+def _embedding_indices(weight: Tensor, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
     yield Indexed(index, weight, 0)
 
 
-def _classes(
+def _class_indices(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100
 ) -> Iterator[Indexed]:
     yield Indexed(target, x, 0 if x.ndim == 1 else 1, ignored=ignore_index)
@@ -73,52 +73,52 @@ _ALONG_A_DIM = (
     *(aten.scatter_.value, aten.scatter_add_.default, aten.scatter_reduce_.two),
 )
 
-state(_ALONG_A_DIM, indices=_rows())
-state(aten.index_fill.int_Scalar, indices=_rows(wraps=True))
-state(aten.index_fill.int_Tensor, indices=_rows(wraps=True))
-state(aten.index_fill_.int_Scalar, indices=_rows(wraps=True))
-state(aten.index_fill_.int_Tensor, indices=_rows(wraps=True))
-state(aten.index.Tensor, indices=_by_dim)
-state(aten.index_put.default, indices=_by_dim)
-state(aten.index_put_.default, indices=_by_dim)
-state(aten.embedding.default, indices=_table)
-state(aten.nll_loss_forward.default, indices=_classes)
-state(aten.nll_loss2d_forward.default, indices=_classes)
+state(_ALONG_A_DIM, indices=_indices_along_dim())
+state(aten.index_fill.int_Scalar, indices=_indices_along_dim(wraps=True))
+state(aten.index_fill.int_Tensor, indices=_indices_along_dim(wraps=True))
+state(aten.index_fill_.int_Scalar, indices=_indices_along_dim(wraps=True))
+state(aten.index_fill_.int_Tensor, indices=_indices_along_dim(wraps=True))
+state(aten.index.Tensor, indices=_indices_per_dim)
+state(aten.index_put.default, indices=_indices_per_dim)
+state(aten.index_put_.default, indices=_indices_per_dim)
+state(aten.embedding.default, indices=_embedding_indices)
+state(aten.nll_loss_forward.default, indices=_class_indices)
+state(aten.nll_loss2d_forward.default, indices=_class_indices)
 
 
 def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    """Raise if an index of a call is out of range: on all ranks, or, where the index is sharded, on those that hold it.
+    """Raises if an index of a call is out of range: on all ranks, or, for a sharded index, on the ranks that hold it.
 
-    Those of a backward pass have been looked at in the forward pass.
+    Indices of a backward pass have been checked in the forward pass.
 
     Raises:
-        IndexRangeError: one is.
+        IndexRangeError: an index is out of range.
     """
     if record.indices is None or compat.in_backward_pass():
         return
-    for found in record.indices(*args, **kwargs):
-        least, most = _bounds(cls, found)
-        size = found.x.shape[found.dim]
-        if most >= size or least < (-size if found.wraps else 0):
-            number = most if most >= size else least
+    for indexed in record.indices(*args, **kwargs):
+        smallest, largest = _bounds(cls, indexed)
+        size = indexed.x.shape[indexed.dim]
+        if largest >= size or smallest < (-size if indexed.wraps else 0):
+            index = largest if largest >= size else smallest
             raise IndexRangeError(
-                f"{record.op}: index {number} is out of range for dim {found.dim} of size {size}"
-                + (f" ({found.x._spec.layout.describe()})" if type(found.x) is cls else "")
+                f"{record.op}: index {index} is out of range for dim {indexed.dim} of size {size}"
+                + (f" ({indexed.x._spec.layout.describe()})" if type(indexed.x) is cls else "")
             )
 
 
-def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
-    """The smallest and the largest number that this rank has. 0 and -1 if it has none, or if kernels check them."""
-    index = found.index
+def _bounds(cls: type[Sharded], indexed: Indexed) -> tuple[int, int]:
+    """The smallest and the largest index that this rank has; 0 and -1 if it has none, or if kernels check them."""
+    index = indexed.index
     layout = index._spec.layout if type(index) is cls else None
     shard = index if layout is None else index._local_tensor
     if type(shard) not in (Tensor, torch.nn.Parameter) or shard.device.type != "cpu":
         return 0, -1
     if layout is not None and layout.is_partial:
         return 0, -1
-    if type(found.x) is cls and is_linked(index, found.x._spec.layout.partitions[found.dim]):
-        return 0, -1  # looked at where ranks tell one another which rows they name: then it is an error on all of them
-    if found.ignored is not None:
-        shard = shard[shard != found.ignored]
-    least, most = (int(n) for n in torch.aminmax(shard)) if shard.numel() else (0, -1)
-    return least, most
+    if type(indexed.x) is cls and is_linked(index, indexed.x._spec.layout.partitions[indexed.dim]):
+        return 0, -1  # checked while the gather plan is made, which raises on all ranks
+    if indexed.ignored is not None:
+        shard = shard[shard != indexed.ignored]
+    smallest, largest = (int(n) for n in torch.aminmax(shard)) if shard.numel() else (0, -1)
+    return smallest, largest

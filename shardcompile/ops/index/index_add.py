@@ -1,8 +1,9 @@
-"""Adds rows of a sharded tensor to the rows that an index names: sums over edges, and gradients of lookups.
+"""Adds rows of a sharded source to the rows that an index names: sums over edges, and gradients of gathers.
 
-Where it is known how the target's rows are sharded, sums travel home to them (`linked`). Elsewhere each rank adds what
-it has into zeros; the ranks' sums are then added up where the target's rows are. Rows stay with their ranks, at the
-price of a reduction of the target's size, which is why larger targets are left to the rules.
+Where the partition of the target's rows is known, a gather plan sends sums to the ranks that hold them
+(`planned_gathers`). Elsewhere each rank adds its source rows into zeros, and the results of the ranks are a pending
+sum. Source rows stay on their ranks, at the cost of a reduction of the target's size, which is why targets larger than
+the source are left to the rules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.collectives import Reduction
-from shardcompile.ops import Form, OpCall, TensorArg, state
+from shardcompile.ops import OpCall, ShardedDecomposition, TensorArg, state
 from shardcompile.ops.index.joined_indices import linked_numbers
 from shardcompile.ops.index.planned_gathers import beside, column_of, combined, zeros_in
 from shardcompile.ops.index.rule import neighbours
@@ -34,7 +35,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     if index.ndim != 1 or source.ndim != x.ndim or not x.ndim:
         return NotImplemented
     dim = dim % x.ndim
-    if _is_alike(source, dim, x):
+    if _matches(source, dim, x):
         found = combined(x, dim, index, source if alpha == 1 else source * alpha, aten.index_add.default)
         if found is not NotImplemented:
             return found
@@ -43,9 +44,9 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     added = reduced(source)
     layout = added._spec.layout
     partition = layout.partition_of(dim)
-    numbers = moved(index, Layout.of_partitions(layout.mesh, index.shape, index.dtype, [partition]))
-    return _sums(
-        x, dim, added, lambda zeros: aten.index_add.default(zeros, dim, numbers, added._local_tensor, alpha=alpha)
+    local_index = moved(index, Layout.of_partitions(layout.mesh, index.shape, index.dtype, [partition]))
+    return _add_into_zeros(
+        x, dim, added, lambda zeros: aten.index_add.default(zeros, dim, local_index, added._local_tensor, alpha=alpha)
     )
 
 
@@ -54,7 +55,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
         return NotImplemented
     dim = dim % x.ndim
-    column = column_of(index, dim, x.shape) if _is_alike(source, dim, x) else None
+    column = column_of(index, dim, x.shape) if _matches(source, dim, x) else None
     if column is not None:
         found = combined(x, dim, column, source, aten.scatter_add.default)
         if found is not NotImplemented:
@@ -62,18 +63,20 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     if not _fits(source, dim, x):
         return NotImplemented
     added = reduced(source)
-    numbers = moved(index, added._spec.layout)
-    return _sums(x, dim, added, lambda zeros: aten.scatter_add.default(zeros, dim, numbers, added._local_tensor))
+    local_index = moved(index, added._spec.layout)
+    return _add_into_zeros(
+        x, dim, added, lambda zeros: aten.scatter_add.default(zeros, dim, local_index, added._local_tensor)
+    )
 
 
 def scatter_reduce(
     x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction, *, include_self: bool = True
 ) -> Tensor:
-    """``aten.scatter_reduce`` of a source that is sharded along `dim`, by index of whole rows."""
+    """``aten.scatter_reduce`` of a source that is sharded along `dim`, by an index of entire rows."""
     if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
         return NotImplemented
     dim = dim % x.ndim
-    if not _is_alike(source, dim, x) or (reduce == "mean" and not x.dtype.is_floating_point) or x.dtype.is_complex:
+    if not _matches(source, dim, x) or (reduce == "mean" and not x.dtype.is_floating_point) or x.dtype.is_complex:
         return NotImplemented
     column = column_of(index, dim, x.shape)
     if column is None:
@@ -82,17 +85,17 @@ def scatter_reduce(
 
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
-    """``aten.index_put`` by index of one dim, or that writes one value where a mask says."""
+    """``aten.index_put`` by an index of one dim, by indices of adjacent dims, or of one value by a mask."""
     indices = beside(indices, x)
     at = [d for d, index in enumerate(indices) if index is not None]
     if len(at) == 1 and indices[at[0]].dtype is torch.bool and values.ndim == 0 and indices[at[0]].ndim:
-        mask, behind = indices[at[0]], x.ndim - at[0] - indices[at[0]].ndim
-        if behind < 0 or not _same(mask.shape, x.shape[at[0] : x.ndim - behind]):
+        mask, trailing = indices[at[0]], x.ndim - at[0] - indices[at[0]].ndim
+        if trailing < 0 or not _same(mask.shape, x.shape[at[0] : x.ndim - trailing]):
             return NotImplemented
         value = values.to(x.dtype)
-        return torch.where(mask[(..., *[None] * behind)], x + value if accumulate else value, x)
+        return torch.where(mask[(..., *[None] * trailing)], x + value if accumulate else value, x)
     if len(at) > 1:
-        return _put_into_joined(x, indices, values, accumulate)
+        return _put_flattened(x, indices, values, accumulate)
     if not at or not indices[at[0]].ndim:
         return NotImplemented
     dim, index = at[0], indices[at[0]]
@@ -101,10 +104,10 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     if not _same(values.shape[dim : dim + index.ndim], index.shape):
         return NotImplemented
     if index.ndim == 1:
-        values = _beside(values, dim, index)
+        values = _shard_like_index(values, dim, index)
     else:
         index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
-    if _is_alike(values, dim, x):
+    if _matches(values, dim, x):
         reduce: Reduction = "sum" if accumulate else "any"
         found = combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
         if found is not NotImplemented:
@@ -114,43 +117,43 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
 
 
-def _put_into_joined(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Tensor:
-    """``aten.index_put`` by index of several dims: these are joined, written to, and parted again."""
+def _put_flattened(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Tensor:
+    """``aten.index_put`` by indices of several adjacent dims: these are flattened, written to, and unflattened."""
     at = neighbours(indices)
     if not at or not isinstance(values, Sharded):
         return NotImplemented
     sizes = [x.shape[d] for d in at]
     total = math.prod(sizes)
-    own = x._spec.layout.partitions[at[0] : at[-1] + 1] if isinstance(x, Sharded) else ()
-    partition = next(
-        (c for c in (_partition_of_named(values._spec.layout, x.ndim, at, total), *own) if c is not None), None
-    )
-    numbers = linked_numbers(partition, sizes, [indices[d] for d in at])
-    if numbers is None:
+    own_partitions = x._spec.layout.partitions[at[0] : at[-1] + 1] if isinstance(x, Sharded) else ()
+    candidates = (_partition_of_table(values._spec.layout, x.ndim, at, total), *own_partitions)
+    partition = next((c for c in candidates if c is not None), None)
+    flat_index = linked_numbers(partition, sizes, [indices[d] for d in at])
+    if flat_index is None:
         return NotImplemented
     shape = [*x.shape[: at[0]], total, *x.shape[at[-1] + 1 :]]
     rows = x.new_zeros(shape) if compat.is_new_zeros(shard_of(x)) else x.reshape(shape)
-    written = index_put(rows, [*[None] * at[0], numbers], values, accumulate)
+    written = index_put(rows, [*[None] * at[0], flat_index], values, accumulate)
     return written if written is NotImplemented else written.unflatten(at[0], sizes)
 
 
-def _partition_of_named(values: Layout, ndim: int, at: Sequence[int], total: IntLike) -> Partition | None:
-    """How the rows are sharded that values were looked up in by several index tensors; None if these did not name so
-    many.
+def _partition_of_table(values: Layout, ndim: int, at: Sequence[int], total: IntLike) -> Partition | None:
+    """The partition of the flattened rows from which several index tensors gathered values; None if there were not
+    `total` such rows.
 
     Args:
-        values: their layout.
-        ndim: of the tensor that has the rows.
-        at: its dims that are indexed.
-        total: how many rows there are, these dims being joined.
+        values: layout of the values.
+        ndim: number of dims of the table.
+        at: dims of the table that are indexed.
+        total: size of these dims when flattened.
     """
-    behind = ndim - 1 - at[-1]
-    named = [c.named_rows(total) for c in values.partitions[at[0] : len(values.partitions) - behind] if c is not None]
-    return next((c for c in named if c is not None), None)
+    trailing = ndim - 1 - at[-1]
+    gathered = values.partitions[at[0] : len(values.partitions) - trailing]
+    tables = [c.named_rows(total) for c in gathered if c is not None]
+    return next((c for c in tables if c is not None), None)
 
 
-def _index_put_joined(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """``aten.index_put`` into a dim that others were flattened into. Zeros made for it are made in one piece."""
+def _put_segments(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """``aten.index_put`` into new zeros with a flattened dim: remakes the zeros with shards of contiguous rows."""
     if not isinstance(x, Sharded):
         return NotImplemented
     layout = layout_in_one_piece(x._spec.layout)
@@ -162,22 +165,22 @@ def _index_put_joined(x: Tensor, indices: Sequence[Tensor | None], values: Tenso
 
 
 def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: int, by_frequency: bool) -> Tensor:
-    """The gradient of a table, sharded as the table from which the gradient's rows were looked up."""
+    """The gradient of an embedding table, partitioned like the table that the embeddings were gathered from."""
     if by_frequency or not isinstance(grad, Sharded) or not indices.ndim or grad.ndim < 2:
         return NotImplemented
     if padding >= 0:
         grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
-    flat, numbers = grad.flatten(0, -2), indices.flatten()
+    flat_grad, flat_indices = grad.flatten(0, -2), indices.flatten()
     zeros = grad.new_zeros([rows, grad.shape[-1]])
-    return combined(zeros, 0, numbers, flat, aten.embedding_dense_backward.default)
+    return combined(zeros, 0, flat_indices, flat_grad, aten.embedding_dense_backward.default)
 
 
-def _beside(values: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Values that every rank has, in the shards of a partition index: each rank takes its own."""
+def _shard_like_index(values: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Shards replicated values like the sharded index of their rows: each rank takes its own."""
     partition = index._spec.layout.partitions[0] if isinstance(index, Sharded) else None
     if partition is None or (isinstance(values, Sharded) and not values._spec.layout.is_replicated):
         return values
-    assert isinstance(index, Sharded), "what is plain is not sharded"
+    assert isinstance(index, Sharded), "a plain index has no partition"
     partitions = [partition if d == dim else None for d in range(values.ndim)]
     layout = Layout.of_partitions(index._spec.layout.mesh, tuple(values.shape), values.dtype, partitions)
     return wrap(index, moved(values, layout), layout, contiguous_stride(layout.shape))
@@ -187,8 +190,8 @@ def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
     return all(compat.same_symbol(m, n) for m, n in zip(a, b, strict=True))
 
 
-def _is_alike(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
-    """Whether the source is sharded along `dim`, and has the target's dtype and its sizes otherwise."""
+def _matches(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
+    """Whether the source is sharded along `dim`, and has the dtype of the target and its sizes along the other dims."""
     if not isinstance(source, Sharded) or source._spec.layout.partitions[dim] is None or x.dtype is not source.dtype:
         return False
     others = [d for d in range(x.ndim) if d != dim]
@@ -196,13 +199,14 @@ def _is_alike(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
 
 
 def _fits(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
-    """Whether the source is sharded along `dim`, fits the target otherwise, and is no smaller than it."""
-    if not _is_alike(source, dim, x):
+    """Whether `_matches` holds and the source has at least as many elements as the target."""
+    if not _matches(source, dim, x):
         return False
     return math.prod(map(compat.size_hint, x.shape)) <= math.prod(map(compat.size_hint, source.shape))
 
 
-def _sums(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor], Tensor]) -> Tensor:
+def _add_into_zeros(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """Adds the local source rows into zeros of the target's size, and the pending sum of all ranks to the target."""
     layout, shard = source._spec.layout, source._local_tensor
     over = layout.partition_of(dim).mesh_dims
     placements = [Partial("sum") if m in over else p for m, p in enumerate(layout.placements)]
@@ -212,8 +216,8 @@ def _sums(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor], Tensor])
     return x + wrap(source, sums, pending, contiguous_stride(x.shape))
 
 
-def _is_of_rows(source: object, dim: int, size: IntLike) -> bool:
-    """Whether what is added was looked up in rows that are sharded, of which there are as many as in the target."""
+def _was_gathered(source: object, dim: int, size: IntLike) -> bool:
+    """Whether the source was gathered from sharded rows, as many as the `size` of the target."""
     partition = source.layout.partitions[dim] if isinstance(source, TensorArg) and 0 <= dim < source.ndim else None
     return partition is not None and partition.named_rows(size) is not None
 
@@ -221,7 +225,7 @@ def _is_of_rows(source: object, dim: int, size: IntLike) -> bool:
 def _adds_to_rows(call: OpCall) -> bool:
     """`_is_of_rows` for ops that take a target, a dim, an index and a source."""
     target, dim = call.args[0], call.args[1] % max(call.args[0].ndim, 1)
-    return bool(target.ndim) and _is_of_rows(call.args[3], dim, target.shape[dim])
+    return bool(target.ndim) and _was_gathered(call.args[3], dim, target.shape[dim])
 
 
 def _puts_into_rows(call: OpCall) -> bool:
@@ -229,22 +233,28 @@ def _puts_into_rows(call: OpCall) -> bool:
     target, indices, values = call.args[:3]
     at = [d for d, index in enumerate(indices) if index is not None]
     if len(at) == 1:
-        return _is_of_rows(values, at[0], target.shape[at[0]])
+        return _was_gathered(values, at[0], target.shape[at[0]])
     at = neighbours(indices)
     if not at or not isinstance(values, TensorArg):
         return False
     total = math.prod(target.shape[d] for d in at)
-    return _partition_of_named(values.layout, target.ndim, at, total) is not None
+    return _partition_of_table(values.layout, target.ndim, at, total) is not None
 
 
-def _is_of_table(call: OpCall) -> bool:
+def _adds_to_table(call: OpCall) -> bool:
     """`_is_of_rows` for the gradient of an embedding."""
-    return any(_is_of_rows(call.args[0], d, call.args[2]) for d in range(call.args[0].ndim - 1))
+    return any(_was_gathered(call.args[0], d, call.args[2]) for d in range(call.args[0].ndim - 1))
 
 
-state(aten.index_add.default, sharded=Form(index_add, preferred=_adds_to_rows))
-state(aten.index_put.default, sharded=Form(index_put, preferred=_puts_into_rows, joined=_index_put_joined))
-state(aten.scatter_add.default, sharded=Form(scatter_add, preferred=_adds_to_rows))
-state(aten.scatter_reduce.two, sharded=Form(scatter_reduce, preferred=_adds_to_rows))
-state(aten.embedding_dense_backward.default, sharded=Form(embedding_backward, preferred=_is_of_table))
-state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")
+state(aten.index_add.default, sharded=ShardedDecomposition(index_add, preferred=_adds_to_rows))
+state(
+    aten.index_put.default,
+    sharded=ShardedDecomposition(index_put, preferred=_puts_into_rows, joined=_put_segments),
+)
+state(aten.scatter_add.default, sharded=ShardedDecomposition(scatter_add, preferred=_adds_to_rows))
+state(aten.scatter_reduce.two, sharded=ShardedDecomposition(scatter_reduce, preferred=_adds_to_rows))
+state(
+    aten.embedding_dense_backward.default,
+    sharded=ShardedDecomposition(embedding_backward, preferred=_adds_to_table),
+)
+state(aten.index_add.default, not_decomposed="torch's decomposition fails for an index of 0 dims")

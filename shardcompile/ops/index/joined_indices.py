@@ -1,7 +1,7 @@
-"""Several index tensors, which name elements of neighbouring dims, as one: row indices of these dims joined.
+"""Several index tensors of adjacent dims as a single one, which indexes these dims flattened.
 
-``x[samples, places]``, where samples are sharded, and places are sharded like them, becomes ``x.flatten(0, 1)[samples *
-x.shape[1] + places]``. Rows that lie where they are named are not sent then.
+``x[samples, places]``, where `samples` and `places` are identically sharded over the mesh dim that shards ``x`` along
+dim 0, becomes ``x.flatten(0, 1)[samples * x.shape[1] + places]``. Rows are then sent only to ranks that lack them.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from shardcompile.sharding import IntLike, Partition
 
 
 def joined_numbers(sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Tensor:
-    """Numbers of elements in the order of the joined dims; of the shape to which the indices broadcast.
+    """Indices into the flattened dims, in the shape to which the indices broadcast.
 
-    An element that is out of range along one dim gets a number that is out of range of all.
+    An index that is out of range along one dim becomes one that is out of range of the flattened dims.
 
     Args:
-        sizes: of the dims.
-        indices: for each dim; negative numbers count from its end.
+        sizes: sizes of the dims.
+        indices: an index tensor for each dim; negative indices count from its end.
     """
     total: Any = math.prod(sizes)
-    number: Any = 0
+    flat: Any = 0
     outside: Any = False
     for n, index in zip(sizes, indices, strict=True):
         size: Any = n
-        place = torch.where(index < 0, index + size, index)
-        outside = (place < 0) | (place >= size) | outside
-        number = place + number * size
-    return torch.where(outside, total, number)
+        row = torch.where(index < 0, index + size, index)
+        outside = (row < 0) | (row >= size) | outside
+        flat = row + flat * size
+    return torch.where(outside, total, flat)
 
 
 def linked_numbers(partition: Partition | None, sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Sharded | None:
-    """`joined_numbers`, if they are sharded over the ranks over which rows are sharded; otherwise None.
+    """`joined_numbers`, if the rows can be gathered by a gather plan (see `is_linked`); otherwise None.
 
     Args:
-        sharded: of the rows.
-        sizes: of the dims.
-        indices: for each dim.
+        partition: partition of the flattened dims.
+        sizes: sizes of the dims.
+        indices: an index tensor for each dim.
     """
     if not any(is_linked(i, partition) for i in indices):
         return None
-    numbers = joined_numbers(sizes, indices)
-    return numbers if is_linked(numbers, partition) else None
+    flat = joined_numbers(sizes, indices)
+    return flat if is_linked(flat, partition) else None

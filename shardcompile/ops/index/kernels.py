@@ -1,4 +1,4 @@
-"""Writes into shards that do not ask for the size of a shard."""
+"""Kernels of writes by index or mask that install no guard on the size of a local shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
     functional: Any = compat.functional_variant(op)
 
     def local(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a shard that is not."""
+        """Inside a trace torch's own makes a contiguous tensor, and guards on the size of a shard that is not."""
         if type(x) is Tensor or x.ndim < 2:
             return op(x, mask, value)
         return copy_shard(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
@@ -30,7 +30,7 @@ def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
-    """`index_fill`. In a trace torch's own compares strides, which it cannot where a run gives the size of a shard."""
+    """`index_fill`. In a trace torch's own compares strides, which fails where the size of a shard is unbacked."""
     if type(x) is Tensor or x.ndim == 0:
         return aten.index_fill.int_Scalar(x, dim, index, value)
     shape = list(x.shape)

@@ -1,9 +1,9 @@
-"""Rows of a sharded dim that numbers name which are sharded over the same ranks: each row travels once to each rank
-that names it, and sums of what is added to it travel the same way home.
+"""Gathers and scatters rows of a sharded dim by a gather plan, for an index that is sharded over the same ranks.
 
-Which rows travel is worked out once for an index: in a trace for all lookups and additions by it, those of the backward
-pass included. What is looked up remembers how the rows are sharded (`Partition.rows`): a tensor of as many rows that
-is made on the way is sharded like them, such as the sums over a graph's edges.
+Each row is sent once to each rank whose part of the index names it, and sums of what is added to it are sent back the
+same way. The plan is made once for an index: in a trace for all gathers and additions by it, including those of the
+backward pass. A gathered tensor remembers the partition of the rows (`Partition.rows`): a new tensor of as many rows,
+such as the sums over a graph's edges, is sharded like them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import (
-    Links,
+    LocalGatherPlan,
     Reduction,
     add_rows,
-    find_links,
     local_shape_of,
+    make_gather_plan,
     named_rows,
     reduce_rows,
     rows_travel,
@@ -37,50 +37,52 @@ from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride,
 
 aten = torch.ops.aten
 
-_COUNTING_FROM_THE_END = (aten.index.Tensor, aten.index_put.default)
-"""Ops that take negative numbers."""
-_LOOKED_UP = ("rows that were looked up",)
-"""The key, in a trace, of how the rows are sharded that numbers have looked up."""
-_TAKEN: Any = compat.WeakIdKeyDictionary()
-"""What lookups in traces were made of, by their results."""
-_FEW_ROWS = 64
-"""How many numbers there may be for each row. Where there are more, every rank is likely to name all rows."""
+_WRAPPING_OPS = (aten.index.Tensor, aten.index_put.default)
+"""Ops that take negative indices, which count from the end."""
+_GATHERED_ROWS = ("rows that were looked up",)
+"""The key under which a trace keeps, for an index, the partition of the rows that it gathered."""
+_GATHERED: Any = compat.WeakIdKeyDictionary()
+"""The table and the index of each gather in a trace, by its result."""
+_MAX_INDICES_PER_ROW = 64
+"""The most indices per row for which a plan pays off. With more, every rank is likely to name all rows."""
 
 
 def is_linked(index: Tensor, partition: Partition | None) -> TypeGuard[Sharded]:
-    """Whether row indices are sharded over the mesh dim that shards the rows, which is one, and by it along one dim."""
+    """Whether a gather plan fits: a single mesh dim shards the rows, and it shards the index, too, along one dim."""
     return isinstance(index, Sharded) and fits(partition, index._spec.layout)
 
 
 def fits(partition: Partition | None, layout: Layout) -> bool:
-    """`is_linked` of the layout of an index."""
+    """`is_linked` for the layout of an index."""
     if partition is None or len(partition.mesh_dims) != 1 or layout.is_partial:
         return False
     if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
         return False
     entries, rows = math.prod(map(compat.size_hint, layout.shape)), compat.size_hint(partition.size)
-    if entries > _FEW_ROWS * rows:
+    if entries > _MAX_INDICES_PER_ROW * rows:
         return False
     by = [c for c in layout.partitions if c is not None and set(c.mesh_dims) & set(partition.mesh_dims)]
     return [c.mesh_dims for c in by] == [partition.mesh_dims]
 
 
 def beside(indices: Sequence[Any], x: Tensor) -> list[Any]:
-    """Indices on the device of what they count: a tensor on a GPU takes those on the CPU, too."""
+    """Moves indices to the device of the tensor that they index: a tensor on a GPU accepts indices on the CPU, too."""
     return [i if i is None or i.device == x.device else i.to(x.device) for i in indices]
 
 
-def links_of(numbers: Tensor, partition: Partition, mesh: DeviceMesh, about: IntLike, op: OpOverload) -> Links:
-    """Which rows travel for this rank's numbers, in a trace worked out once.
+def links_of(
+    numbers: Tensor, partition: Partition, mesh: DeviceMesh, about: IntLike, op: OpOverload
+) -> LocalGatherPlan:
+    """Returns the gather plan for this rank's indices; in a trace it is made once.
 
     Args:
-        numbers: [e].
-        sharded: of the rows.
+        numbers: this rank's row indices: [e].
+        partition: partition of the rows.
         mesh: the mesh.
-        about: how many numbers there are on all ranks.
-        op: that names the rows. The error of an index that is out of range names the first op.
+        about: number of indices on all ranks.
+        op: the op that uses the plan. The error of an index that is out of range names the op that made it.
     """
-    wraps = op in _COUNTING_FROM_THE_END
+    wraps = op in _WRAPPING_OPS
     parts = (
         partition.kind,
         partition.mesh_dims,
@@ -89,62 +91,62 @@ def links_of(numbers: Tensor, partition: Partition, mesh: DeviceMesh, about: Int
     group, runs = compat.group_name_of(mesh, partition.mesh_dims[0]), compat.expression_of(partition.runs)
     what = ("links", *parts, partition.shards, runs, wraps, group)
 
-    def make() -> Links:
+    def make() -> LocalGatherPlan:
         with compat.unrecorded_symbols(numbers):
-            return find_links(
-                _turned(numbers, partition, wraps), neighbouring(partition), mesh, about, str(op), wraps=wraps
+            return make_gather_plan(
+                _interleaved(numbers, partition, wraps), neighbouring(partition), mesh, about, str(op), wraps=wraps
             )
 
     return compat.once_for_value(numbers, what, make)
 
 
-def _turned(numbers: Tensor, partition: Partition, wraps: bool) -> Tensor:
-    """Numbers of rows where the first rows of all stretches come first, then the second ones, and so on.
+def _interleaved(index: Tensor, partition: Partition, wraps: bool) -> Tensor:
+    """Converts row indices to the order in which the first rows of all segments come first, then the second ones, etc.
 
-    In this order the rows of a shard are neighbours. Numbers that are out of range stay so.
+    In this order the rows of a shard are contiguous. Indices that are out of range stay so.
     """
     if compat.is_one(partition.runs):
-        return numbers
+        return index
     size: Any = partition.size
-    stretch = numbers.new_full([], size // partition.runs).clamp(min=1)
-    number = torch.where(numbers < 0, numbers + size, numbers) if wraps else numbers
+    segment_size = index.new_full([], size // partition.runs).clamp(min=1)
+    row = torch.where(index < 0, index + size, index) if wraps else index
     segments: Any = partition.runs
-    turned = number.remainder(stretch) * segments + number.div(stretch, rounding_mode="floor")
-    return torch.where((number < 0) | (number >= size), numbers, turned)
+    interleaved = row.remainder(segment_size) * segments + row.div(segment_size, rounding_mode="floor")
+    return torch.where((row < 0) | (row >= size), index, interleaved)
 
 
-def _rows_beside(shard: Tensor, partition: Partition) -> Tensor:
-    """The rows of a shard, [n, ...], in the order of `_turned`."""
+def _interleave_rows(shard: Tensor, partition: Partition) -> Tensor:
+    """Permutes the rows of a shard, [n, ...], to the order of `_interleaved`."""
     return (
-        shard if compat.is_one(partition.runs) else _exchanged(shard, partition.runs, shard.shape[0] // partition.runs)
+        shard if compat.is_one(partition.runs) else _transposed(shard, partition.runs, shard.shape[0] // partition.runs)
     )
 
 
-def _rows_behind(shard: Tensor, partition: Partition) -> Tensor:
-    """The way back from `_rows_beside`."""
+def _deinterleave_rows(shard: Tensor, partition: Partition) -> Tensor:
+    """The inverse of `_interleave_rows`."""
     return (
-        shard if compat.is_one(partition.runs) else _exchanged(shard, shard.shape[0] // partition.runs, partition.runs)
+        shard if compat.is_one(partition.runs) else _transposed(shard, shard.shape[0] // partition.runs, partition.runs)
     )
 
 
-def _exchanged(shard: Tensor, outer: IntLike, inner: IntLike) -> Tensor:
+def _transposed(shard: Tensor, outer: IntLike, inner: IntLike) -> Tensor:
     rest = shard.shape[1:]
     parts = aten.view.default(shard.clone(memory_format=torch.contiguous_format), [outer, inner, *rest])
-    turned = parts.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    return aten.view.default(turned, [shard.shape[0], *rest])
+    swapped = parts.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return aten.view.default(swapped, [shard.shape[0], *rest])
 
 
-def _placed(
+def _result_placements(
     layout: Layout, dim: int, index: Layout, at: int, shape: Sequence[IntLike]
 ) -> tuple[list[Placement], list[Partition | None]] | None:
-    """Placements and partitions of what is looked up, or None if two dims of it would be sharded over one mesh dim.
+    """Placements and partitions of a gathered tensor; None if one mesh dim would shard two of its dims.
 
     Args:
-        layout: of the rows.
-        dim: along which they lie.
-        index: the layout of their numbers.
-        at: how many dims these have.
-        shape: of the result.
+        layout: layout of the rows.
+        dim: the dim of the rows.
+        index: layout of the index.
+        at: number of dims of the index.
+        shape: shape of the result.
     """
     rows = layout.partition_of(dim)
     partitions: list[Partition | None] = [None] * len(shape)
@@ -165,64 +167,64 @@ def _placed(
 def taken(
     x: Sharded, dim: int, index: Sharded, shape: Sequence[IntLike], stride: Sequence[IntLike], op: OpOverload
 ) -> Tensor:
-    """The rows that an index of any shape names, in place of `dim`; NotImplemented if they cannot lie so.
+    """Gathers the rows that an index of any shape names, in place of `dim`; NotImplemented if no layout fits.
 
     Args:
         x: the rows.
-        dim: along which they lie.
-        index: for which `is_linked` holds.
-        shape: of the result.
-        stride: of the result.
-        op: that looks them up.
+        dim: the dim of the rows.
+        index: an index for which `is_linked` holds.
+        shape: shape of the result.
+        stride: strides of the result.
+        op: the op that gathers.
     """
-    layout, numbers = x._spec.layout, index._spec.layout
-    placed = _placed(layout, dim, numbers, numbers.ndim, shape)
+    layout, index_layout = x._spec.layout, index._spec.layout
+    placed = _result_placements(layout, dim, index_layout, index_layout.ndim, shape)
     if layout.is_partial or placed is None:
         return NotImplemented
     shard = index._local_tensor
-    rows = _rows_of(x._local_tensor, dim, shard.reshape(-1), layout, math.prod(numbers.shape), op)
-    values = rows.movedim(0, dim).unflatten(dim, shard.shape) if numbers.ndim != 1 else rows.movedim(0, dim)
+    rows = _gather_rows(x._local_tensor, dim, shard.reshape(-1), layout, math.prod(index_layout.shape), op)
+    values = rows.movedim(0, dim).unflatten(dim, shard.shape) if index_layout.ndim != 1 else rows.movedim(0, dim)
     placements, partitions = placed
     found = wrap(x, values, Layout.of(layout.mesh, placements, shape, x.dtype, partitions), stride)
-    if compat.is_fake(values) and dim == 0 and numbers.ndim == 1:
-        _TAKEN[found] = x, index
+    if compat.is_fake(values) and dim == 0 and index_layout.ndim == 1:
+        _GATHERED[found] = x, index
     return found
 
 
 def rows_taken(x: Tensor) -> tuple[Sharded, Sharded] | None:
-    """In a trace the table in whose rows a tensor was looked up along dim 0, and the numbers of these: [e]."""
-    return _TAKEN.get(x)  # type: ignore[no-any-return]
+    """In a trace, the table and the index, [e], by which a tensor was gathered along dim 0; None for other tensors."""
+    return _GATHERED.get(x)  # type: ignore[no-any-return]
 
 
-def _rows_of(shard: Tensor, dim: int, numbers: Tensor, layout: Layout, about: IntLike, op: OpOverload) -> Tensor:
-    """The rows that this rank's numbers name, along dim 0."""
+def _gather_rows(shard: Tensor, dim: int, index: Tensor, layout: Layout, about: IntLike, op: OpOverload) -> Tensor:
+    """Gathers the rows that this rank's indices name, along dim 0."""
     partition, mesh = layout.partition_of(dim), layout.mesh
-    compat.once_for_value(numbers, _LOOKED_UP, lambda: partition)
-    links = links_of(numbers, partition, mesh, about, op)
+    compat.once_for_value(index, _GATHERED_ROWS, lambda: partition)
+    plan = links_of(index, partition, mesh, about, op)
     group_name = compat.group_name_of(mesh, partition.mesh_dims[0])
-    arriving = links.arrived_partition.local_size(compat.coordinate(mesh))
-    table = _rows_beside(shard.movedim(dim, 0), partition)
-    parts = (links.asked, links.sent, links.place, arriving, group_name)
-    (rows,) = take_rows([table], *parts, travels=rows_travel(links.arrived_partition))
+    num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
+    table = _interleave_rows(shard.movedim(dim, 0), partition)
+    parts = (plan.asked, plan.sent, plan.place, num_received, group_name)
+    (rows,) = take_rows([table], *parts, travels=rows_travel(plan.arrived_partition))
     return rows
 
 
 def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | None:
-    """Numbers of rows that were expanded over all other dims, as `gather` and `scatter` want them: [e].
+    """The row indices, [e], of an index of `gather` or `scatter` in which they are expanded over all other dims.
 
     Args:
-        index: the numbers.
-        dim: along which they differ.
-        like: the shape of what they are for; None is the answer if they are not as large along the other dims.
+        index: the expanded index.
+        dim: the dim along which it varies.
+        like: shape of the tensor that it indexes. The result is None if the index differs in size along another dim.
     """
     if not isinstance(index, Sharded) or index._spec.layout.is_partial:
         return None
     layout = index._spec.layout
     others = [d for d in range(index.ndim) if d != dim]
     for d in others:
-        size, step = layout.shape[d], index._spec.stride[d]
-        one = isinstance(size, int) and size == 1
-        if layout.partitions[d] is not None or not (one or (isinstance(step, int) and step == 0)):
+        size, stride = layout.shape[d], index._spec.stride[d]
+        is_one = isinstance(size, int) and size == 1
+        if layout.partitions[d] is not None or not (is_one or (isinstance(stride, int) and stride == 0)):
             return None
         if (isinstance(size, int) and size == 0) or not compat.same_symbol(size, like[d]):
             return None
@@ -235,13 +237,13 @@ def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | Non
 
 
 def _target_partition(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Partition | None:
-    """How rows are sharded to which those of a source are added: as they are, or, if they are whole, as those are that
-    the source was looked up in.
+    """The partition of the rows to which a source is added: their own, or, if they are replicated, that of the rows
+    from which the source was gathered.
 
-    In a trace the gradient of a lookup is added to new zeros. They are sharded as the rows that were looked up.
+    In a trace the gradient of a gather is added to new zeros. These are partitioned like the rows that were gathered.
     """
     if isinstance(index, Sharded) and compat.is_new_zeros(shard_of(x)):
-        partition = compat.made_for_value(index._local_tensor, _LOOKED_UP)
+        partition = compat.made_for_value(index._local_tensor, _GATHERED_ROWS)
         if isinstance(partition, Partition) and compat.statically_known_true(partition.size == x.shape[dim]):
             return partition
     if isinstance(x, Sharded) and x._spec.layout.partitions[dim] is not None:
@@ -251,36 +253,34 @@ def _target_partition(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Par
 
 
 def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: Sequence[IntLike]) -> Tensor:
-    """Rows, those of them that numbers name filled with a value. Nothing but the numbers travels.
+    """Fills the rows that an index names with a value. Nothing but the indices is sent.
 
     Args:
         x: the rows.
-        dim: along which they lie.
-        index: for which `is_linked` holds: [e].
+        dim: the dim of the rows.
+        index: an index for which `is_linked` holds: [e].
         value: the value.
-        stride: of the result.
+        stride: strides of the result.
     """
     layout, shard = x._spec.layout, x._local_tensor
     partition, mesh = layout.partition_of(dim), layout.mesh
-    links = links_of(index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
-    named = named_rows(
-        links.sent, links.place, shard.shape[dim], links.arrived_partition.local_size(compat.coordinate(mesh))
-    )
-    named = _rows_behind(named, partition)
+    plan = links_of(index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
+    num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
+    is_named = _deinterleave_rows(named_rows(plan.sent, plan.place, shard.shape[dim], num_received), partition)
     shape = [shard.shape[dim] if d == dim else 1 for d in range(shard.ndim)]
-    return wrap(x, torch.where(named.view(shape), value, shard).to(shard.dtype), layout, stride)
+    return wrap(x, torch.where(is_named.view(shape), value, shard).to(shard.dtype), layout, stride)
 
 
 def zeros_in(x: Tensor, layout: Layout) -> Tensor | None:
-    """This rank's shard, in another layout, of zeros that a trace has just made; None for anything else."""
+    """This rank's local shard, in another layout, of zeros that a trace has just made; None for anything else."""
     shard = shard_of(x)
     return shard.new_zeros(local_shape_of(layout)) if compat.is_new_zeros(shard) else None
 
 
-def _beside_numbers(source: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Entries, brought to the shards of their numbers if that moves less.
+def _align_entries(source: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Redistributes entries to the partition of their index if that moves fewer bytes.
 
-    Otherwise the numbers go to the entries, and it has to be worked out anew which rows travel.
+    Otherwise the index is redistributed to the partition of the entries, and needs another gather plan.
     """
     if not isinstance(source, Sharded) or not isinstance(index, Sharded):
         return source
@@ -293,12 +293,12 @@ def _beside_numbers(source: Tensor, dim: int, index: Tensor) -> Tensor:
         or partition.mesh_dims != entries.mesh_dims
     ):
         return source
-    width = math.prod(compat.size_hint(n) for d, n in enumerate(layout.shape) if d != dim) * source.element_size()
-    if width > 2 * index.element_size():
+    entry_bytes = math.prod(compat.size_hint(n) for d, n in enumerate(layout.shape) if d != dim) * source.element_size()
+    if entry_bytes > 2 * index.element_size():
         return source
     partitions = [partition if d == dim else c for d, c in enumerate(layout.partitions)]
-    wanted = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
-    return wrap(source, moved(source, wanted), wanted, contiguous_stride(wanted.shape))
+    target = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
+    return wrap(source, moved(source, target), target, contiguous_stride(target.shape))
 
 
 def combined(
@@ -311,38 +311,40 @@ def combined(
     *,
     include_self: bool = True,
 ) -> Tensor:
-    """Rows, and what is meant for each of them, brought together at home; NotImplemented for what does not fit.
+    """Reduces entries into the rows that an index names, on the ranks of these rows; NotImplemented if no plan fits.
 
     Args:
         x: the rows, [..., n, ...].
-        dim: along which they lie.
-        index: the number of the row that each entry is meant for: [e].
+        dim: the dim of the rows.
+        index: the row of each entry: [e].
         source: the entries, [..., e, ...], sharded along `dim`.
-        op: that brings them together.
-        reduce: what becomes of several that are meant for one row.
-        include_self: whether a row that something is meant for counts itself.
+        op: the op that reduces.
+        reduce: how several entries of one row are reduced.
+        include_self: whether the old value of a row that has entries is reduced with them.
     """
-    partition, source = _target_partition(x, dim, index, source), _beside_numbers(reduced(source), dim, index)
+    partition, source = _target_partition(x, dim, index, source), _align_entries(reduced(source), dim, index)
     layout = source._spec.layout if isinstance(source, Sharded) else None
     entries = None if layout is None else layout.partitions[dim]
     if partition is None or layout is None or entries is None or entries.mesh_dims != partition.mesh_dims:
         return NotImplemented
     mesh = layout.mesh
-    numbers = Layout.of_partitions(mesh, index.shape, index.dtype, [entries])
-    if not fits(partition, numbers):
+    index_layout = Layout.of_partitions(mesh, index.shape, index.dtype, [entries])
+    if not fits(partition, index_layout):
         return NotImplemented
     partitions = [partition if d == dim else c for d, c in enumerate(layout.partitions)]
-    home = Layout.of(mesh, layout.placements, x.shape, x.dtype, partitions)
-    zeros, values = zeros_in(x, home), shard_of(source).movedim(dim, 0)
-    rows = moved(reduced(x), home) if zeros is None else zeros
-    links = links_of(moved(index, numbers), partition, mesh, layout.shape[dim], op)
-    arriving = links.arrived_partition.local_size(compat.coordinate(mesh))
-    ends = (shard_size(partition, mesh), arriving, compat.group_name_of(mesh, partition.mesh_dims[0]))
-    parts = (links.asked, links.sent, links.place, *ends)
+    target = Layout.of(mesh, layout.placements, x.shape, x.dtype, partitions)
+    zeros, values = zeros_in(x, target), shard_of(source).movedim(dim, 0)
+    rows = moved(reduced(x), target) if zeros is None else zeros
+    plan = links_of(moved(index, index_layout), partition, mesh, layout.shape[dim], op)
+    num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
+    ends = (shard_size(partition, mesh), num_received, compat.group_name_of(mesh, partition.mesh_dims[0]))
+    parts = (plan.asked, plan.sent, plan.place, *ends)
     if reduce == "sum" and include_self:
-        (sums,) = add_rows([values], *parts, travels=rows_travel(links.arrived_partition))
-        found = rows + _rows_behind(sums, partition).movedim(0, dim)
+        (sums,) = add_rows([values], *parts, travels=rows_travel(plan.arrived_partition))
+        found = rows + _deinterleave_rows(sums, partition).movedim(0, dim)
     else:
-        own = _rows_beside(rows.movedim(dim, 0), partition)
-        found = _rows_behind(reduce_rows(own, values, reduce, include_self, *parts), partition).movedim(0, dim)
-    return wrap(first_sharded((source,)), found, home, contiguous_stride(home.shape))
+        local_rows = _interleave_rows(rows.movedim(dim, 0), partition)
+        found = _deinterleave_rows(reduce_rows(local_rows, values, reduce, include_self, *parts), partition).movedim(
+            0, dim
+        )
+    return wrap(first_sharded((source,)), found, target, contiguous_stride(target.shape))

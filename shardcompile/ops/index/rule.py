@@ -1,4 +1,4 @@
-"""Embedding and selection by an index tensor."""
+"""Rules of ops that gather, write and add by an index tensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardcompile.sharding import IntLike
 aten = torch.ops.aten
 
 
-def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
-    """Whether to offer that a dim which is not indexed is sharded.
+def _may_shard(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
+    """Whether to offer strategies that shard a dim which is not indexed.
 
-    Not where that would take the indices away from their partition. A result with many features for each index would
-    go with them, and the next op mostly wants it back.
+    Not where these would move the indices out of their sharding. The result, with many features for each index, would
+    lose that sharding as well, and the next op mostly wants it back.
     """
     if any(isinstance(p, Shard) and p.dim == dim for p in source.layout.placements):
         return True
@@ -31,13 +31,13 @@ def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bo
 def _embedding(call: OpCall) -> Iterable[Strategy]:
     table, indices = call.tensors
     yield from (along([None, d], [d]) for d in range(indices.ndim))
-    if _may_divide(table, 1, [indices]):
+    if _may_shard(table, 1, [indices]):
         yield along([1, None], [indices.ndim])
 
 
 def _embedding_backward(call: OpCall) -> Iterable[Strategy]:
     grad, indices = call.tensors
-    if not call.arg(4, "scale_grad_by_freq", False):  # a shard does not know how often an index occurs in all
+    if not call.arg(4, "scale_grad_by_freq", False):  # a rank does not know the global frequency of an index
         yield from (along([d, d], ["sum"]) for d in range(indices.ndim))
     yield along([grad.ndim - 1, None], [1])
 
@@ -47,26 +47,26 @@ def _index_select(call: OpCall) -> Iterable[Strategy]:
     if source.ndim == 0 or index.ndim == 0:
         return
     dim = call.args[1] % source.ndim
-    yield from (along([d, None], [d]) for d in range(source.ndim) if d != dim and _may_divide(source, d, [index]))
+    yield from (along([d, None], [d]) for d in range(source.ndim) if d != dim and _may_shard(source, d, [index]))
     yield along([None, 0], [dim])
 
 
 def _index(call: OpCall) -> Iterable[Strategy]:
-    """``x[..., i, j, ...]`` with neighbouring index tensors of equal rank; any other form is left to the fallback."""
+    """``x[..., i, j, ...]`` with adjacent index tensors of equal rank; other indexing is left to the fallback."""
     source = call.tensors[0]
     at = _indexed_dims(call)
     if not at:
         return
     rank = call.args[1][at[0]].ndim
     for dim in range(source.ndim):
-        if (dim < at[0] or dim > at[-1]) and _may_divide(source, dim, call.tensors[1:]):
+        if (dim < at[0] or dim > at[-1]) and _may_shard(source, dim, call.tensors[1:]):
             out = dim if dim < at[0] else dim - len(at) + rank
             yield along([dim, *[None] * len(at)], [out])
     yield from (along([None, *[d] * len(at)], [at[0] + d]) for d in range(rank))
 
 
 def neighbours(indices: Sequence[Any]) -> list[int]:
-    """The dims that are indexed, if they are neighbours and all indices are numbers, not masks; otherwise none.
+    """The dims that are indexed, if they are adjacent and no index is a mask; otherwise none.
 
     Args:
         indices: for each dim a tensor, or its `shardcompile.ops.strategy.TensorArg`, or None.
@@ -78,7 +78,7 @@ def neighbours(indices: Sequence[Any]) -> list[int]:
 
 
 def _indexed_dims(call: OpCall) -> list[int]:
-    """The dims that have an index, or none if they are no neighbours or their indices are masks or differ in shape."""
+    """The dims that are indexed; none if they are not adjacent, or if their indices are masks or differ in shape."""
     at = neighbours(call.args[1])
     if not at:
         return []
@@ -92,7 +92,7 @@ def _broadcasts(index: TensorArg, other: TensorArg) -> bool:
 
 
 def _index_put(call: OpCall) -> Iterable[Strategy]:
-    """As `_index`, the other way: rows are written to, or added."""
+    """``x[..., i, j, ...] = values``, with the same indices as `_index`; values are written, or added."""
     target = call.tensors[0]
     values = call.args[2]
     at = _indexed_dims(call)
@@ -159,12 +159,12 @@ def _index_write(call: OpCall) -> Iterable[Strategy]:
 
 
 def _lookup(call: OpCall) -> Iterable[Strategy]:
-    """Every element of one tensor is looked up in the whole of another."""
-    which = 1 if "searchsorted" in call.op._schema.name else 0
-    if any(t.ndim != 1 for i, t in enumerate(call.tensors) if i != which):
+    """``bucketize``, ``isin``, ``searchsorted``: each element of a tensor is looked up in a replicated one."""
+    queries = 1 if "searchsorted" in call.op._schema.name else 0
+    if any(t.ndim != 1 for i, t in enumerate(call.tensors) if i != queries):
         return
-    for dim in range(call.tensors[which].ndim):
-        yield along([dim if i == which else None for i in range(len(call.tensors))], [dim])
+    for dim in range(call.tensors[queries].ndim):
+        yield along([dim if i == queries else None for i in range(len(call.tensors))], [dim])
 
 
 register(aten.embedding.default, _embedding)
@@ -175,7 +175,7 @@ register([aten.index_put.default, aten._unsafe_index_put.default], _index_put)
 
 
 def _gather(call: OpCall) -> Iterable[Strategy]:
-    """What is looked up may be sharded along the indexed dim, too: each number is then looked up in the whole of it."""
+    """The index may be sharded along the indexed dim, too: the source is then replicated."""
     yield from _along_other_dims(call)
     source, index = call.tensors
     dim = call.args[1] % max(source.ndim, 1)

@@ -1,1 +1,1 @@
-"""What several families of ops use."""
+"""Helpers that several families of ops share."""

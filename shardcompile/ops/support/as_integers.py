@@ -1,4 +1,4 @@
-"""Ops that only move elements, on elements of a dtype that kernels hardly know: they move as integers of their size."""
+"""Ops that only move elements, for dtypes that kernels hardly support: elements move as integers of the same size."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ aten = torch.ops.aten
 
 
 def moved_dtype(record: OpRecord, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.dtype | None:
-    """The dtype of the elements that a call moves and does nothing else with; None if that is an ordinary one."""
+    """The dtype of the elements that a call moves and does not compute with; None if it is an ordinary dtype."""
     if record.moves is None:
         return None
-    asked = kwargs.get("dtype")
-    dtypes = {asked if isinstance(asked, torch.dtype) else x.dtype for x in record.moves(args)}
+    dtype = kwargs.get("dtype")
+    dtypes = {dtype if isinstance(dtype, torch.dtype) else x.dtype for x in record.moves(args)}
     moved = dtypes.pop() if len(dtypes) == 1 else None  # torch promotes several, or refuses to
     return None if moved is None or is_ordinary(moved) else moved
 
 
 def moves_as_integers(record: OpRecord, moved: torch.dtype) -> Callable[..., object]:
-    """An op that only moves elements, on views of its tensors as integers.
+    """Wraps an op that only moves elements so that it runs on views of its tensors as integers.
 
     Args:
-        record: of the op.
-        moved: see `moved_dtype`.
+        record: the record of the op.
+        moved: dtype of the elements, as `moved_dtype` returns it.
     """
     op: OpOverload = record.op
 
     def run(*args: Any, **kwargs: Any) -> object:
-        assert record.moves is not None, "it was asked before"
-        theirs = [id(x) for x in record.moves(args)]
+        assert record.moves is not None, "moved_dtype has checked it"
+        moved_ids = [id(x) for x in record.moves(args)]
 
-        def carried(a: Any) -> Any:
+        def as_integers(a: Any) -> Any:
             if isinstance(a, (list, tuple)):
-                return [carried(b) for b in a]
-            return aten.view.dtype(a, carrier_of(a.dtype)) if id(a) in theirs else a
+                return [as_integers(b) for b in a]
+            return aten.view.dtype(a, carrier_of(a.dtype)) if id(a) in moved_ids else a
 
-        asked = {"dtype": carrier_of(moved)} if kwargs.get("dtype") is not None else {}
-        out = op(*map(carried, args), **{**kwargs, **asked})
+        dtype_option = {"dtype": carrier_of(moved)} if kwargs.get("dtype") is not None else {}
+        out = op(*map(as_integers, args), **{**kwargs, **dtype_option})
         return args[0] if op._schema.is_mutable else aten.view.dtype(out, moved)
 
     return run

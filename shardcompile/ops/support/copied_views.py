@@ -1,8 +1,8 @@
-"""Views that a shard cannot hold: copies that follow what they are views of.
+"""Views that a local shard cannot hold: copies that follow the tensor that they view.
 
-A view along a sharded dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its shard is a copy. To its user
-it has to be a view. So the copy is made again when what was viewed has been written to, and what is written to the
-copy is written back.
+A view along a sharded dim, such as ``x[2:5]``, may need rows of other ranks, so that its shard is a copy. To its user
+it has to be a view. So the copy is made again after the viewed tensor was written to, and what is written to the copy
+is written back.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ aten = torch.ops.aten
 
 
 class _Writes:
-    """How often a storage was written to since somebody wanted to know."""
+    """How often a storage was written to since it is watched."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 WATCHED: dict[int, weakref.ref[_Writes]] = {}
-"""By storage; empty unless there are copied views, so that an in-place op need not look further."""
+"""Write counters by storage; empty unless there are copied views, so that other in-place ops have nothing to do."""
 
 
 def _watch(shard: Tensor) -> _Writes:
-    if type(shard) is not Tensor:  # in a trace versions tell, and storages do not
+    if type(shard) is not Tensor:  # in a trace versions count writes, and storages do not
         return _Writes()
     key = shard.untyped_storage()._cdata
-    known = WATCHED[key]() if key in WATCHED else None
-    if known is not None:
-        return known
+    watched = WATCHED[key]() if key in WATCHED else None
+    if watched is not None:
+        return watched
     writes = _Writes()
     WATCHED[key] = weakref.ref(writes, lambda _: WATCHED.pop(key, None))
     return writes
 
 
 def shard_as_held(x: Sharded) -> Tensor:
-    """The shard of a sharded tensor as it is: of a copied view perhaps out of date.
+    """Returns the local shard as it is stored, which for a copied view may be out of date.
 
-    `_local_tensor` would bring it up to date, by messages from ranks that need not get here.
+    `_local_tensor` would bring it up to date, by a collective that other ranks may not take part in.
     """
     return x._local_tensor if x._copied is None else x._copied.shard  # type: ignore[no-any-return]
 
 
 def note_write(x: Sharded) -> None:
-    """Say that a sharded tensor's shard was written to."""
+    """Records that the local shard of a sharded tensor was written to."""
     shard = shard_as_held(x)
     if type(shard) is Tensor:
         writes = WATCHED.get(shard.untyped_storage()._cdata, lambda: None)()
@@ -66,47 +66,49 @@ def note_write(x: Sharded) -> None:
 
 
 def note_view(x: Sharded, view: Sharded) -> None:
-    """Remember for `has_views` that there is a view of a sharded tensor, as long as there is."""
+    """Records a view of a sharded tensor for `has_views`, as long as the view is alive."""
     if not torch.is_grad_enabled():
         return
-    known = x._views
-    if known is None:
-        known = x._views = []
-    elif len(known) >= 8:  # those that have gone are forgotten now and then
-        known[:] = [v for v in known if v() is not None]
-    known.append(weakref.ref(view))
+    views = x._views
+    if views is None:
+        views = x._views = []
+    elif len(views) >= 8:  # dead views are dropped now and then
+        views[:] = [v for v in views if v() is not None]
+    views.append(weakref.ref(view))
 
 
 def has_views(x: Sharded) -> bool:
-    """Whether somebody has a view of a sharded tensor that autograd knows as one."""
+    """Whether a view of a sharded tensor is alive that autograd knows as one."""
     return any(v() is not None for v in x._views or ())
 
 
 TURNED: dict[int, weakref.ref[Any]] = {}
-"""Sharded tensors, by identity, that were turned in place while there were views of them; empty but for those."""
+"""Sharded tensors, by identity, that an op such as ``transpose_`` turned into a view of themselves while there were
+views of them.
+"""
 
 
 def note_turn(x: Sharded) -> None:
-    """Remember that a sharded tensor with views was turned in place."""
+    """Records that a sharded tensor with views was turned into a view of itself, as by ``transpose_``."""
     key = id(x)
     TURNED[key] = weakref.ref(x, lambda _: TURNED.pop(key, None))
 
 
 def was_turned(x: Sharded) -> bool:
-    """Whether a sharded tensor, or what it is a view of, was turned in place while there were views of it."""
+    """Whether `note_turn` recorded a sharded tensor, or the tensor that it is a view of."""
     base = x._base if x._is_view() else x
     return any(t() is x or t() is base for t in TURNED.values())
 
 
 class CopiedView:
-    """The shard of a view that had to be copied.
+    """The local shard of a view that had to be copied.
 
     Args:
         op: the view op.
-        args: its arguments; the first one is what is viewed.
-        index: which of several results.
+        args: its arguments, of which the first is the viewed tensor.
+        index: the position of the view among several results of the op; None for a single result.
         shard: the copy.
-        remake: makes the shard again.
+        remake: computes the shard again.
     """
 
     def __init__(
@@ -117,13 +119,13 @@ class CopiedView:
         self.seen = self.state()
 
     def state(self) -> object:
-        """Changes with every write to what is viewed, which shares its version with all of its views."""
+        """Changes with every write to the viewed tensor, which shares its version with all of its views."""
         parent = self.args[0]
         version = None if parent.is_inference() else parent._version
         return version, self.writes.count, None if parent._copied is None else parent._copied.state()
 
     def follows(self, x: Sharded) -> bool:
-        """Whether this is a view of a tensor, or a view of a view of it."""
+        """Whether this is a view of `x`, or a view of a view of it."""
         parent = self.args[0]
         return parent is x or (parent._copied is not None and parent._copied.follows(x))
 
@@ -133,20 +135,20 @@ class CopiedView:
         return bool(self.state() != self.seen)
 
     def current(self) -> Tensor:
-        """The shard, made again if it is out of date."""
+        """Returns the shard, computed again if it is out of date."""
         if self.is_stale:
             with compat.in_mode_of(self.shard):
                 self.shard, self.seen = self.remake(), self.state()
         return self.shard
 
     def write_back(self, view: Sharded) -> None:
-        """Write the shard into what is viewed.
+        """Writes the shard into the viewed tensor.
 
         Args:
             view: the sharded tensor of this shard.
 
         Raises:
-            UnsupportedOpError: it is not known how.
+            UnsupportedOpError: it cannot be written back.
         """
         parent = self.args[0]
         with torch._C.DisableTorchFunctionSubclass():
@@ -154,10 +156,10 @@ class CopiedView:
             aten.copy_.default(parent, self._inverse(value))
 
     def check_writable(self, op: object) -> None:
-        """Raise before anything is written that could not be written back.
+        """Raises if what `op` writes to the view cannot be written back.
 
         Raises:
-            UnsupportedOpError: it could not.
+            UnsupportedOpError: it cannot.
         """
         parent = self.args[0]
         if record_of(self.op).way_back is None:
@@ -176,16 +178,16 @@ class CopiedView:
             parent._copied.check_writable(op)
 
     def _inverse(self, value: Tensor) -> object:
-        """What is viewed, with a new value of the view in it."""
+        """Returns the new value of the viewed tensor, in which the view has a new value."""
         way_back = record_of(self.op).way_back
         assert way_back is not None, "check_writable has been called"
         return way_back(self.args[0], value, self.index, *self.args[1:])
 
 
 class GivenCopy:
-    """In a trace: the shard of an input that is a copied view, which the graph reads and does not write to.
+    """In a trace, the local shard of an input that is a copied view. The graph may read it but not write to it.
 
-    What a graph writes to a shard does not reach what the shard was copied from.
+    What a graph writes to a shard does not reach the tensor from which the shard was copied.
     """
 
     def __init__(self, shard: Tensor) -> None:
@@ -264,11 +266,11 @@ state(aten.detach.default, way_back=lambda parent, value, _: value, is_same=True
 def follow(
     view: Sharded, op: OpOverload, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]
 ) -> None:
-    """Make a sharded tensor with a shard of its own follow what it is a view of."""
+    """Makes a view whose local shard is a copy follow the tensor that it views: the first of `args`."""
     view._copied = CopiedView(op, args, index, view.__dict__.pop("_local_tensor"), remake)
     args[0]._followers = [*(v for v in args[0]._followers if v() is not None), weakref.ref(view)]
 
 
 def has_followers(x: Sharded) -> bool:
-    """Whether somebody has a view of a sharded tensor that had to be copied, and is made again from it."""
+    """Whether a copied view of a sharded tensor is alive, which is computed again from it."""
     return any(v() is not None for v in x._followers)

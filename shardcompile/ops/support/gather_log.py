@@ -13,9 +13,9 @@ from shardcompile.sharding import Layout
 
 _LOG = logging.getLogger("shardcompile")
 _LOGGED_BYTES: dict[OpOverload, int] = {}
-"""By op, the most bytes of a gather that was logged."""
+"""The most bytes of a logged gather, by op."""
 _WORTH_ANOTHER_LINE = 10
-"""A gather of so many times the bytes of those logged before is logged, too."""
+"""A gather of at least this many times the bytes of those logged before is logged, too."""
 
 
 def log_gather(op: OpOverload, nbytes: int, text: str) -> bool:
@@ -29,7 +29,7 @@ def log_gather(op: OpOverload, nbytes: int, text: str) -> bool:
 
 
 def inputs_text(layouts: Sequence[Layout]) -> str:
-    """The layouts of the inputs of a call, in words."""
+    """Describes the layouts of the inputs of a call."""
     return "; ".join(f"input {i}: {x.describe()}" for i, x in enumerate(layouts))
 
 
@@ -38,7 +38,7 @@ def log_replicated(op: OpOverload, plans: Sequence[RedistributionPlan]) -> None:
 
     Args:
         op: the op.
-        plans: of its tensor inputs, as chosen.
+        plans: the chosen plans of its tensor inputs.
     """
     gathered = [i for i, p in enumerate(plans) if p.steps and _replicates(p)]
     if gathered:

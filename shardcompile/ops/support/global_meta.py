@@ -1,4 +1,4 @@
-"""What an op gives on tensors of the global shapes."""
+"""Runs ops on fake tensors of the global shapes, for the shapes, strides and dtypes of their results."""
 
 from __future__ import annotations
 
@@ -21,95 +21,95 @@ from shardcompile.sharding import contiguous_stride, is_ordinary
 
 aten = torch.ops.aten
 _NO_VIEW = re.compile("not compatible with input tensor's size and stride|Cannot view a tensor")
-"""What kernels and fake kernels say of a view that strides forbid."""
+"""The errors of kernels and fake kernels for a view that strides forbid."""
 
 
 class _Eager(threading.local):
-    """A mode is for one thread: it notes in itself that a kernel runs."""
+    """The fake tensor mode of eager code, one for each thread: a mode has state while a kernel runs."""
 
     mode: Any = None
 
 
 _EAGER = _Eager()
-_FOUND: dict[Any, Any] = {}
-"""What was found in eager mode: working it out takes longer than most ops. Read only.
+_CACHE: dict[Any, Any] = {}
+"""Results of eager mode, cached because fake kernels take longer than most ops. The results are read only.
 
-What is found in a trace is kept with its mode: the layers of a model ask for the same, formulas on symbols included.
+Results of a trace are cached with its mode: the layers of a model repeat the same calls, with the same symbols.
 """
 
-_FOUND_LIMIT = 4096
+_CACHE_LIMIT = 4096
 _OPERANDS = ("self", "other", "x", "n")
-"""What schemas call the operands of a pointwise op of two; the latter ones those of polynomials."""
+"""The names of operands in the schemas of pointwise ops of two operands; the last two are those of polynomials."""
 
 
 def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """What the op gives on tensors of the global shapes, without computing it.
+    """Returns fake results of an op on tensors of the global shapes, without computing it.
 
-    Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
+    Errors that plain PyTorch raises for these shapes are raised here, on all ranks.
     """
-    mode = compat.detect_fake_mode([_hold(x) for x in tensors_of([*args, *kwargs.values()])])
-    known = _FOUND if mode is None else compat.memo_of(mode)
+    mode = compat.detect_fake_mode([_shard_as_held(x) for x in tensors_of([*args, *kwargs.values()])])
+    cache = _CACHE if mode is None else compat.memo_of(mode)
     if mode is None:
         if _EAGER.mode is None:
             _EAGER.mode = compat.FakeTensorMode()
         mode = _EAGER.mode
     key = (op, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())))
     try:
-        found = known.get(key)
+        result = cache.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _work_out(mode, op, args, kwargs)
-    if found is None:
-        if len(known) >= _FOUND_LIMIT:
-            known.clear()
-        found = known[key] = _work_out(mode, op, args, kwargs)
-    return found
+        return _run_fake(mode, op, args, kwargs)
+    if result is None:
+        if len(cache) >= _CACHE_LIMIT:
+            cache.clear()
+        result = cache[key] = _run_fake(mode, op, args, kwargs)
+    return result
 
 
 def _key(a: object) -> object:
-    """What a result depends on; 1, 1.0 and True are equal but not the same argument."""
+    """The cache key of an argument; 1, 1.0 and True are equal but not the same argument."""
     if isinstance(a, Tensor):
         return _key(tuple(a.shape)), _key(a.stride()), a.dtype, a.device
     if isinstance(a, (list, tuple)):
         return tuple(_key(b) for b in a)
-    if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to compare them would be a guard
+    if isinstance(a, (torch.SymInt, torch.SymFloat)):  # comparing them would install a guard
         return type(a), a.node.expr
     if isinstance(a, torch.Generator):
         return type(a)
     return type(a), a
 
 
-def _work_out(
+def _run_fake(
     mode: compat.FakeTensorMode, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """Run an op on stand-ins of the global shapes, and correct what torch's fake kernels say otherwise than kernels do.
+    """Runs an op on fake tensors of the global shapes, and corrects results in which fake kernels differ from kernels.
 
     Args:
-        mode: of fake tensors: that of the trace, or a standing one for eager mode.
+        mode: the fake tensor mode: that of the trace, or that of eager mode.
         op: the op.
-        args: positional arguments; of their tensors shape, strides, dtype and device count.
+        args: positional arguments; only the shape, strides, dtype and device of tensors matter.
         kwargs: keyword arguments.
 
     Returns:
-        Stand-ins for the results.
+        The fake results.
 
     Raises:
         UnsupportedOpError: strides forbid a view, and the op's record says what to use instead.
     """
-    # Fake kernels of views (2.11 - 2.15) refuse some that PyTorch has, and give others strides that theirs have not.
-    as_kernels_do = op.is_view and mode is _EAGER.mode
+    # Fake kernels of views (2.11 - 2.15) refuse some views that PyTorch has, and give others wrong strides.
+    on_meta = op.is_view and mode is _EAGER.mode
 
     def fake(a: object) -> object:
         if isinstance(a, Tensor):
-            device = "meta" if as_kernels_do else a.device
+            device = "meta" if on_meta else a.device
             return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device)
         if isinstance(a, (list, tuple)):
             return [fake(b) for b in a]
-        return None if isinstance(a, torch.Generator) else a  # shapes are of another device
+        return None if isinstance(a, torch.Generator) else a  # its device is not that of the fake tensors
 
     record = record_of(op)
-    known = compat.refuse_unknown_shapes(mode, op)
-    faked = contextlib.nullcontext() if as_kernels_do else mode
-    with compat.outside_trace(), faked, known, torch._C.DisableTorchFunctionSubclass():
+    no_unknown_shapes = compat.refuse_unknown_shapes(mode, op)
+    faked = contextlib.nullcontext() if on_meta else mode
+    with compat.outside_trace(), faked, no_unknown_shapes, torch._C.DisableTorchFunctionSubclass():
         try:
             given = [fake(a) for a in args]
             if record.check is not None:
@@ -120,22 +120,22 @@ def _work_out(
             out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
             as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
             if record.order is Order.IN_ROWS:
-                out = out.new_empty(out.shape)  # in rows, however the exponents are stored
+                out = out.new_empty(out.shape)  # contiguous, however the exponents are stored
             if record.order is Order.AS_A_SUM:
-                first, *others = tensors_of(given)  # no other one where that is a number with a symbol
+                first, *others = tensors_of(given)  # no others if the other operand is a symbolic scalar
                 out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
             if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
-                out = _in_rows_if_all_are(op, out, given)
+                out = _contiguous_like_inputs(op, out, given)
             return out
-        except AssertionError as error:  # as that of `grid_sampler_2d` (2.11 - 2.15) says that a shape does not fit
+        except AssertionError as error:  # by which `grid_sampler_2d` (2.11 - 2.15) rejects a shape
             raise RuntimeError(f"{op}: {error}") from error
         except (ValueError, TypeError, RuntimeError) as error:
-            strange = next((x.dtype for x in tensors_of([*args, *kwargs.values()]) if not is_ordinary(x.dtype)), None)
-            if strange is not None and not isinstance(error, RuntimeError):  # fake kernels stumble over such dtypes
-                raise NotImplementedError(f"{op} not implemented for {strange}: {error}") from None
+            unusual = next((x.dtype for x in tensors_of([*args, *kwargs.values()]) if not is_ordinary(x.dtype)), None)
+            if unusual is not None and not isinstance(error, RuntimeError):  # fake kernels fail on such dtypes
+                raise NotImplementedError(f"{op} not implemented for {unusual}: {error}") from None
             if not record.instead or not _NO_VIEW.search(str(error)):
                 raise
-            # Also where plain PyTorch has a view: a result along a sharded dim may have that dim first in memory.
+            # Plain PyTorch may have this view: a result of ours along a sharded dim may have that dim first in memory.
             raise refusal(
                 str(op),
                 f"a tensor with strides {tuple(next(tensors_of(args)).stride())}",
@@ -145,38 +145,39 @@ def _work_out(
 
 
 def _with_as_many_dims(args: Sequence[object]) -> list[object]:
-    """Arguments of an elementwise op, its tensors with as many dims, as its kernel expands them.
+    """Adds leading dims of stride 0 to the tensors of an elementwise op until all have as many, as its kernel does.
 
-    What a kernel gives is stored in an order of dims that follows from the strides of its inputs. Along the dims that
-    an input has not got they are 0. torch's fake kernels (2.11 - 2.15) expand it: a dim of size 1 has another then.
+    The order of dims in which a kernel stores its result follows from the strides of its inputs, which are 0 along
+    dims that an input lacks. torch's fake kernels (2.11 - 2.15) expand the input, which gives dims of size 1 other
+    strides.
     """
     most = max((a.ndim for a in args if isinstance(a, Tensor)), default=0)
 
-    def one(a: object) -> object:
-        if not isinstance(a, Tensor) or a.ndim in (0, most):  # one without dims has a say of its own in the dtype
+    def expanded(a: object) -> object:
+        if not isinstance(a, Tensor) or a.ndim in (0, most):  # type promotion treats 0-dim tensors in its own way
             return a
         missing = most - a.ndim
         return a.as_strided((1,) * missing + a.shape, (0,) * missing + a.stride())
 
-    return [one(a) for a in args]
+    return [expanded(a) for a in args]
 
 
 def _check_rows(op: OpOverload, given: Sequence[Any]) -> None:
-    """Raise, as kernels do, if rows do not fit into a tensor.
+    """Raises, as kernels do, if rows do not fit into a tensor.
 
-    A trace would otherwise learn in the backward pass that two sizes are one number, when it has counted already what
-    the forward pass gives.
+    A trace would otherwise find in the backward pass that two sizes are equal, after the outputs of the forward pass
+    have been determined.
     """
     x, dim, _, rows = given[:4]
     if not x.ndim or x.ndim != rows.ndim:
-        return  # numbers of a tensor without dims; or refused by the fake kernel
+        return  # indices of a 0-dim tensor; or refused by the fake kernel
     dim = dim % x.ndim
     if any(m != n for d, (m, n) in enumerate(zip(x.shape, rows.shape, strict=True)) if d != dim):
         raise RuntimeError(f"{op}: rows of shape {tuple(rows.shape)} do not fit into {tuple(x.shape)} along dim {dim}")
 
 
-def _refuse_nothing(op: OpOverload, given: Sequence[Any]) -> None:
-    """Raise if there is nothing to take an extremum of. On shards they are reduced by other ops."""
+def _refuse_empty(op: OpOverload, given: Sequence[Any]) -> None:
+    """Raises if an extremum of no elements is asked for. The local kernels, which are other ops, do not raise."""
     if any(isinstance(n, int) and n == 0 for n in given[0].shape):
         raise RuntimeError(
             f"{op}: Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the "
@@ -195,38 +196,38 @@ def _refuse_integers(op: OpOverload, given: Sequence[Any]) -> None:
         raise RuntimeError(f"{op}: std and var only support floating point and complex dtypes, not {x.dtype}")
 
 
-def _refuse_whole_numbers(op: OpOverload, given: Sequence[Any]) -> None:
+def _refuse_non_floating(op: OpOverload, given: Sequence[Any]) -> None:
     x = given[0]
     if not (x.is_floating_point() or x.is_complex()):
         raise NotImplementedError(f"{op} not implemented for {x.dtype}")
 
 
-def _in_rows_if_all_are(op: OpOverload, out: Tensor, given: Sequence[object]) -> Tensor:
-    """The result of an elementwise op, its strides those of rows if all operands are contiguous and of its shape.
+def _contiguous_like_inputs(op: OpOverload, out: Tensor, given: Sequence[object]) -> Tensor:
+    """Gives the result of an elementwise op contiguous strides if all operands are contiguous and have its shape.
 
-    Kernels give it these. Fake kernels (2.11 - 2.15) keep an input's strides along dims of size 1, and other kernels
-    tell the order of dims by them. Where an operand is a number kernels keep them too: it has not the result's shape.
+    Kernels do so. Fake kernels (2.11 - 2.15) keep an input's strides along dims of size 1, and other kernels derive an
+    order of dims from them. Where an operand is a scalar, which lacks the result's shape, kernels keep them, too.
     """
-    if _is_given_a_number_as_operand(op, given):
+    if _has_scalar_operand(op, given):
         return out
     if all(x.shape == out.shape and x.is_contiguous() for x in tensors_of(given)):
         return out.as_strided(out.shape, contiguous_stride(out.shape))
     return out
 
 
-def _is_given_a_number_as_operand(op: OpOverload, given: Sequence[object]) -> bool:
-    """Whether a number is one of its operands: kernels make it a tensor without dims, unlike an option.
+def _has_scalar_operand(op: OpOverload, given: Sequence[object]) -> bool:
+    """Whether one of the operands is a scalar: kernels make it a 0-dim tensor, unlike a scalar option.
 
-    Nothing in a schema tells one from the other but names. The `exponent` of `pow` and the `max` of `clamp_max` are
-    options, though there are overloads with tensors in their place.
+    Only names in a schema tell operands from options. The `exponent` of `pow` and the `max` of `clamp_max` are options,
+    though there are overloads with tensors in their place.
     """
     return any(
-        isinstance(a, (int, float, complex)) and stated.name in _OPERANDS and str(stated.type) in ("Tensor", "number")
-        for stated, a in zip(op._schema.arguments, given, strict=False)
+        isinstance(a, (int, float, complex)) and arg.name in _OPERANDS and str(arg.type) in ("Tensor", "number")
+        for arg, a in zip(op._schema.arguments, given, strict=False)
     )
 
 
-def _hold(x: Tensor) -> Tensor:
+def _shard_as_held(x: Tensor) -> Tensor:
     return shard_as_held(x) if isinstance(x, Sharded) else x
 
 
@@ -239,7 +240,7 @@ def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
             yield from tensors_of(a)
 
 
-# What kernels refuse and fake kernels (2.11 - 2.15) do not.
+# Checks that kernels make and fake kernels (2.11 - 2.15) do not.
 state(
     [
         *(aten.index_add.default, aten.index_copy.default, aten.index_reduce.default),
@@ -247,8 +248,8 @@ state(
     ],
     check=_check_rows,
 )
-state([aten.max.default, aten.min.default], check=_refuse_nothing)
-state([aten._softmax.default, aten._log_softmax.default], check=_refuse_whole_numbers)
+state([aten.max.default, aten.min.default], check=_refuse_empty)
+state([aten._softmax.default, aten._log_softmax.default], check=_refuse_non_floating)
 state([aten.argmax.default, aten.argmin.default], check=_refuse_bools)
 state([packet.correction for packet in (aten.std, aten.var, aten.std_mean, aten.var_mean)], check=_refuse_integers)
 state(

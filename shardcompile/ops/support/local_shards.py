@@ -1,4 +1,4 @@
-"""What kernels for shards are made of."""
+"""Building blocks of kernels for local shards."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def _limits(dtype: torch.dtype) -> torch.iinfo:
 
 
 def may_be_empty(size: int | torch.SymInt) -> bool:
-    """Whether an size is 0, or may be in a run."""
+    """Whether a size is 0, or may be 0 when the graph runs."""
     return not isinstance(size, int) or size == 0
 
 
 def padded(x: Tensor, dims: list[int], value: Scalar) -> Tensor:
-    """`x` with one neutral row along dims that may be empty on this rank; Inductor fuses it into the reduction."""
+    """Pads dims that may be empty on this rank with one neutral row; Inductor fuses it into the reduction."""
     pad = [0] * (2 * x.ndim)
     for dim in dims:
         if may_be_empty(x.shape[dim]):
             pad[2 * (x.ndim - 1 - dim % x.ndim) + 1] = 1
     if not any(pad):
         return x
-    if x.dtype is torch.bool:  # constant_pad_nd of a bool wants a number
+    if x.dtype is torch.bool:  # constant_pad_nd does not take a bool
         return aten.constant_pad_nd(x.to(torch.uint8), pad, int(bool(value))).to(torch.bool)
     return aten.constant_pad_nd(x, pad, value)
 
 
 def view_shard(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
-    """A view, or a copy where the strides of a shard forbid a view that those of the whole tensor allow.
+    """Views a local shard, and copies it first where its strides forbid a view that the global strides allow.
 
     Inside a trace strides are compared by their hints, or the graph would be specialised on the size of this rank's
-    shard. What can be viewed so with rows can be with one or none.
+    shard. A view that is possible for many rows is possible for one or none.
     """
     if type(x) is Tensor:
         try:
@@ -76,33 +76,33 @@ def view_shard(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
 def _can_be_viewed(x: Tensor, shape: Sequence[IntLike]) -> bool:
     """Whether strides, by their hints, allow a view.
 
-    Torch's fake kernel (2.11 - 2.15) is not asked: it joins two dims that have a dim of size 1 between them whatever
-    their strides are, and the graph fails when it runs.
+    Torch's fake kernel (2.11 - 2.15) cannot decide it: it merges two dims that have a dim of size 1 between them,
+    whatever their strides are, and the graph fails when it runs.
     """
     dims = [(compat.size_hint(n), compat.size_hint(s)) for n, s in zip(x.shape, x.stride(), strict=True)]
-    runs: list[tuple[int, int]] = []  # dims that lie in memory as one: elements, and the stride of the fastest
+    merged: list[tuple[int, int]] = []  # dims that are contiguous together: elements, and the stride of the fastest
     for n, stride in reversed(dims):
         if n == 0:
             return True
-        if n != 1 and runs and stride == runs[-1][0] * runs[-1][1]:
-            runs[-1] = runs[-1][0] * n, runs[-1][1]
+        if n != 1 and merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = merged[-1][0] * n, merged[-1][1]
         elif n != 1:
-            runs.append((n, stride))
+            merged.append((n, stride))
     wanted = [compat.size_hint(n) for n in shape]
     if -1 in wanted:
         wanted[wanted.index(-1)] = math.prod(n for n, _ in dims) // -math.prod(wanted)
-    for elements, _ in runs:
-        left = elements
-        while left > 1:
+    for elements, _ in merged:
+        remaining = elements
+        while remaining > 1:
             n = wanted.pop() if wanted else 0
-            if not n or left % n:
+            if not n or remaining % n:
                 return False
-            left //= n
+            remaining //= n
     return True
 
 
 def copy_shard(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """`copy_`; inside a trace it looks for overlaps, and would specialise on the size of this rank's local shard."""
+    """`copy_` without guards: in a trace it checks for overlaps, and would specialise on this rank's shard size."""
     if type(target) is Tensor:
         return target.copy_(source, non_blocking)
     with compat.without_guards(target):
@@ -110,7 +110,7 @@ def copy_shard(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def unguarded(op: OpOverload) -> Callable[..., Tensor]:
-    """An op whose fake kernel asks for the size of a shard: in a trace it is answered by hints, without guards."""
+    """Wraps an op whose fake kernel compares the size of a shard: in a trace hints decide, and install no guard."""
 
     def local(x: Tensor, *args: object) -> Tensor:
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):

@@ -1,6 +1,4 @@
-"""``logsumexp`` from other ops: on sharded tensors that are sharded where it sums, and on local shards inside a
-trace.
-"""
+"""``logsumexp`` from other ops: for tensors that are sharded along summed dims, and for local shards inside a trace."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ aten = torch.ops.aten
 
 
 def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor, list[int], bool], Tensor]) -> Tensor:
-    """The logarithm of a sum of exponentials, of what is left of the largest term.
+    """The logarithm of a sum of exponentials, computed relative to the largest term.
 
     Args:
-        x: a sharded tensor, or a shard.
-        dims: that are summed over.
-        keepdim: whether they stay, with an size of 1.
-        amax: the largest elements along dims, which stay.
+        x: a sharded tensor, or a local shard.
+        dims: the dims that are summed over.
+        keepdim: whether these stay, with size 1.
+        amax: computes the maximum along dims; called with ``keepdim=True``.
     """
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     if x.dtype in HALVES:
@@ -37,14 +35,14 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor,
 
 
 def largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
-    """``amax``, which is -inf where a run finds nothing along a dim. Torch's asserts that there is something."""
-    unknown = [d % x.ndim for d in dims if x.ndim and compat.is_unbacked(x.shape[d])]
-    if unknown:
-        row = [int(side == 1 and d in unknown) for d in reversed(range(x.ndim)) for side in (0, 1)]
+    """``amax``, which is -inf along an unbacked dim that turns out to be empty. Torch's asserts that it is not."""
+    unbacked = [d % x.ndim for d in dims if x.ndim and compat.is_unbacked(x.shape[d])]
+    if unbacked:
+        row = [int(side == 1 and d in unbacked) for d in reversed(range(x.ndim)) for side in (0, 1)]
         x = aten.constant_pad_nd.default(x, row, -math.inf)
     return aten.amax.default(x, dims, keepdim)
 
 
 def is_nothing(x: Tensor, dim: int) -> bool:
-    """Whether there is nothing along a dim on any rank; such an size is static in a trace as well."""
+    """Whether the global size of a dim is 0, which is static in a trace as well."""
     return x.ndim > 0 and isinstance(x.shape[dim], int) and x.shape[dim] == 0

@@ -1,4 +1,4 @@
-"""Half precision is added up in single precision, as the plain kernels do."""
+"""Accumulation of half precision in single precision, as torch's kernels do it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of a dtype are added up."""
+    """The dtype in which elements of `dtype` are accumulated."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def widened(x: Tensor) -> Tensor:
-    """A tensor in the dtype in which it is added up."""
+    """Converts a tensor to the dtype in which it is accumulated."""
     return x.float() if x.dtype in HALVES else x

@@ -1,7 +1,7 @@
-"""Keeping shards stored in the order of dims that the strides of the global tensor state.
+"""Stores local shards in the order of dims that the strides of the global tensor state.
 
-Views, and whether a view is possible at all, are decided by global strides; a shard that is stored in another order, as
-after a redistribution, would have to be copied where the global tensor would not. That would happen on some ranks only.
+Global strides decide views, and whether a view is possible at all. A shard that is stored in another order, as after a
+redistribution, would have to be copied where the global tensor would not be, and on some ranks only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ state([aten.convolution.default, aten.convolution_backward.default], order=Order
 
 
 def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
-    """A shard, copied if it is not stored densely in the order of global strides.
+    """Returns a local shard, copied if it is not stored densely in the order of global strides.
 
     Args:
         local: the shard.
@@ -65,38 +65,38 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     stored = [compat.size_hint(local.stride(d)) for d in order]
     if 0 in shape or _same(shape, stored, contiguous_stride(shape)):
         return local
-    # Not `contiguous`: that asks for the size of the shard, and specialises on the answer.
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    # Not `contiguous`: that compares the size of the shard, and specialises on the answer.
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return local.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
 def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
-    """A shard in eager mode with these strides."""
+    """Returns a local shard in eager mode with these strides."""
     if local.stride() == wanted:
         return local  # the common case first
     if local.numel() == 0 or _same(local.shape, local.stride(), wanted):
-        # Strides of sizes of 1 and of empty shards mean nothing, but there are kernels that read them.
+        # Strides of dims of size 1 and of empty shards mean nothing, but some kernels read them.
         return local.as_strided(local.shape, wanted)
     carrier = carrier_of(local.dtype)
-    if carrier is not local.dtype:  # which torch may not even copy
+    if carrier is not local.dtype:  # a dtype that torch may be unable to copy
         return _in_order(local.view(carrier), wanted).view(local.dtype)
     return local.new_empty_strided(local.shape, wanted).copy_(local)
 
 
 def _same(shape: Sequence[IntLike], a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
-    """Whether strides are the same but along sizes of 1."""
+    """Whether strides are equal, except along dims of size 1."""
     return all(n == 1 or x == y for n, x, y in zip(shape, a, b, strict=True))
 
 
 def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:
-    """Whether a trace may state wrong strides for the result of an op, or ask for the size of a shard.
+    """Whether a trace may state wrong strides for the result of an op, or guard on the size of a shard.
 
-    Both happen where shards of several orders of dims meet. What follows, as a view, is then decided on strides that
-    the result does not have.
+    Both happen where an op takes shards that are stored in several orders of dims. Later ops, such as views, are then
+    decided by strides that the result does not have.
 
     Args:
-        record: of the op.
-        ndims: of its tensors.
+        record: the record of the op.
+        ndims: numbers of dims of its tensors.
     """
     if record.op.is_view or record.op._schema.is_mutable:
         return False
@@ -104,11 +104,11 @@ def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:
 
 
 def in_one_order(record: OpRecord, shards: Sequence[Any], stride: Sequence[IntLike]) -> list[object]:
-    """The shards that meet in an op, in the order of the strides of its result; of some ops contiguous.
+    """Brings the shards that an op takes into the order of the strides of its result; for some ops, contiguous.
 
     Args:
-        record: of an op for which `may_misstate_strides` holds.
-        shards: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
+        record: the record of an op for which `may_misstate_strides` holds.
+        shards: its arguments. Those that are expanded, or that are not tensors of as many dims, stay as they are.
         stride: global strides of its result.
     """
 
@@ -123,7 +123,7 @@ def in_one_order(record: OpRecord, shards: Sequence[Any], stride: Sequence[IntLi
 
 
 def all_in_order(out: Tensor, specs: Sequence[Any]) -> Tensor:
-    """The results of a local op in the order of their specs; a spec is None for what is no tensor."""
+    """Brings the results of a local op into the order of their specs; a spec is None for what is not a tensor."""
     if isinstance(out, Tensor):
         return out if specs[0] is None else in_order(out, specs[0].stride)
     if len(specs) == 1 and isinstance(specs[0], list):

@@ -1,1 +1,1 @@
-"""Views, slices, joins, padding."""
+"""View ops: reshapes, slices, concatenation, padding."""

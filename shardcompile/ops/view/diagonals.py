@@ -1,4 +1,4 @@
-"""Triangles and diagonals: what stays is known from rows and columns."""
+"""Triangular and diagonal ops: which elements they keep follows from row and column indices."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ aten = torch.ops.aten
 
 
 def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Run:
-    """`tril` or `triu` of partition matrices: which elements stay is known from their row and column."""
+    """Makes `tril` or `triu` of sharded matrices: a mask of row and column indices says which elements to keep."""
 
     def decomposed(x: Tensor, diagonal: int = 0) -> Tensor:
         if x.ndim < 2:
             return NotImplemented
         rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
-        none = torch.zeros((), dtype=x.dtype, device=x.device)  # a number would make ints of bools
-        return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, none)
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)  # a Python scalar would promote bools to ints
+        return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, zero)
 
     return decomposed
 
 
 def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """What is on the diagonal is known from row and column; element k of `src` is in row ``k - min(offset, 0)``."""
+    """Masks the diagonal by row and column indices; element k of `src` is in row ``k - min(offset, 0)``."""
     global_meta(aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {})
     dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
     count = src.shape[-1]
     if isinstance(count, int) and count == 0:
         return x.clone()
     rows, columns = (torch.arange(x.shape[d], device=x.device) for d in (dim1, dim2))
-    places = (rows + min(offset, 0)).clamp(min=0, max=count - 1)
-    values = aten.index_select.default(src, src.ndim - 1, places)
+    indices = (rows + min(offset, 0)).clamp(min=0, max=count - 1)
+    values = aten.index_select.default(src, src.ndim - 1, indices)
     values = values.movedim(-1, dim1 - (dim2 < dim1)).unsqueeze(dim2)
-    shaped = [n.reshape([-1 if e == d else 1 for e in range(x.ndim)]) for d, n in ((dim1, rows), (dim2, columns))]
-    return torch.where(shaped[1] - shaped[0] == offset, values, x)
+    broadcast = [i.reshape([-1 if e == d else 1 for e in range(x.ndim)]) for d, i in ((dim1, rows), (dim2, columns))]
+    return torch.where(broadcast[1] - broadcast[0] == offset, values, x)
 
 
 state(aten.tril.default, sharded=_triangle(torch.le))

@@ -1,4 +1,4 @@
-"""Views of the same memory as elements of another dtype."""
+"""Views that reinterpret the memory of a tensor as another dtype."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ aten = torch.ops.aten
 
 
 def _view(call: OpCall) -> Iterable[Strategy]:
-    """Any dim may be sharded; along the last one a rank needs all bytes of each of its new elements."""
+    """Any dim may be sharded; along the last one, a rank needs all bytes of each element of the new dtype."""
     layout = call.tensors[0].layout
     ndim, last = layout.ndim, layout.ndim - 1
-    now, wanted = layout.dtype.itemsize, call.args[1].itemsize
-    yield from (along([d], [d]) for d in range(ndim if now == wanted else last))
-    if now > wanted:
-        yield along([last], [last], lambda partition: partition.scaled(now // wanted))
-    if now < wanted:
-        count = wanted // now
-        whole = WholeRows(count, layout.shape[last] // count)
-        into = functools.partial(whole.shard_like, functools.partial(_joined, count), layout.mesh)
-        yield along([last], [last], functools.partial(_joined, count), into)
+    old_size, new_size = layout.dtype.itemsize, call.args[1].itemsize
+    yield from (along([d], [d]) for d in range(ndim if old_size == new_size else last))
+    if old_size > new_size:
+        yield along([last], [last], lambda partition: partition.scaled(old_size // new_size))
+    if old_size < new_size:
+        count = new_size // old_size
+        whole_rows = WholeRows(count, layout.shape[last] // count)
+        merged = functools.partial(_merged_partition, count)
+        yield along([last], [last], merged, functools.partial(whole_rows.shard_like, merged, layout.mesh))
 
 
-def _joined(count: int, partition: Partition) -> Partition | None:
-    """The partition of a dim of which `count` neighbouring elements become one; None if they lie on several ranks."""
+def _merged_partition(count: int, partition: Partition) -> Partition | None:
+    """The partition after each `count` elements become one; None if some of these are on several ranks."""
     return partition.unscaled(count)
 
 
 def _kernel(x: Tensor, dtype: torch.dtype, shape: Sequence[IntLike]) -> Tensor:
-    """A view of the local shard; a copy where that begins within an element of the dtype, or has rows that do."""
+    """Views the local shard as `dtype`, and copies it first if it, or a row of it, begins within an element of that."""
     count = dtype.itemsize // x.itemsize
     if count < 2:
         return aten.view.dtype(x, dtype)
-    x = _in_units(x, count)
+    x = _aligned(x, count)
     return aten.squeeze.dim(aten.view.dtype(aten.view.default(x, [*shape, count]), dtype), -1)
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    """A view of the local shard; a copy where that begins within a pair, or has rows that do."""
-    return aten.view_as_complex.default(_in_units(x, 2))
+    """Views pairs as complex numbers, and copies the local shard first if it, or a row of it, begins within a pair."""
+    return aten.view_as_complex.default(_aligned(x, 2))
 
 
-def _in_units(x: Tensor, count: int) -> Tensor:
-    """The local shard, copied unless it and its rows are known to begin at multiples of `count` elements of memory.
+def _aligned(x: Tensor, count: int) -> Tensor:
+    """Returns the local shard, copied unless it and its rows statically begin at multiples of `count` elements.
 
-    Where they begin follows from the partition. It is no fault of the program. Nor is it where the memory ends: torch
-    (2.11 - 2.15) copies the whole memory of what is written to by `slice_scatter`.
+    Where they begin follows from the partition, so the program is not at fault if they do not. The same holds for the
+    end of the memory: torch (2.11 - 2.15) copies the entire storage of a tensor that `slice_scatter` writes to.
     """
     starts = [x.storage_offset(), *x.stride()[:-1]]
     if type(x) is Tensor:
@@ -66,23 +66,24 @@ def _in_units(x: Tensor, count: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _with_shape(
+def _append_local_shape(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[object, ...]:
+    """Appends the local output shape, which `_kernel` needs."""
     return (*args[:2], list(shape(outputs[0])))
 
 
-def _may_copy(now: Layout, then: Layout) -> bool:
+def _may_copy(src: Layout, dst: Layout) -> bool:
     """Whether a shard may begin within an element of the result's dtype on some rank."""
-    return then.dtype.itemsize > now.dtype.itemsize
+    return dst.dtype.itemsize > src.dtype.itemsize
 
 
-def _back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) -> Tensor:
+def _write_back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) -> Tensor:
     return aten.view.dtype(value, parent.dtype)
 
 
-register(aten.view.dtype, _view, _with_shape)
-state(aten.view.dtype, kernel=_kernel, copies_shard=_may_copy, way_back=_back)
+register(aten.view.dtype, _view, _append_local_shape)
+state(aten.view.dtype, kernel=_kernel, copies_shard=_may_copy, way_back=_write_back)
 state(
     aten.view_as_complex.default,
     kernel=_as_complex,

@@ -1,10 +1,10 @@
-"""Tensors into whose sharded dims leading ones were flattened: ``x.view(-1, channels)`` of a sharded sequence and a
-batch.
+"""Tensors with a sharded dim into which leading dims were flattened: ``x.view(-1, channels)`` of a batch of sharded
+sequences.
 
-Their shards have rows that are no neighbours. Where an op takes each row by itself, as products and pointwise ops do,
-they stay where they are. For any other op they are brought to shards of neighbouring rows, as many on each rank as
-before. Where several mesh dims sharded such a dim, they are brought to what that view would have been had it not been
-allowed.
+A local shard of such a dim holds rows of several segments, which are not contiguous in the global dim. Ops that treat
+each row by itself, such as matrix products and pointwise ops, work on the shards as they are. For any other op the
+tensor is redistributed to shards of contiguous rows, with as many rows on each rank as before. Where several mesh dims
+shard such a dim, it is redistributed to the layout that the view would have if shards always had contiguous rows.
 """
 
 from __future__ import annotations
@@ -31,27 +31,31 @@ aten = torch.ops.aten
 
 
 def is_joined(x: object) -> TypeGuard[Sharded]:
-    """Whether a tensor has such shards."""
+    """Whether `x` is a sharded tensor with a dim whose local shards hold rows of several segments."""
     return isinstance(x, Sharded) and has_runs(x._spec.layout)
 
 
 def layout_in_one_piece(layout: Layout) -> Layout:
-    """The layout with shards of neighbouring rows to which such a tensor is brought; nothing is sent to know it."""
+    """The layout with shards of contiguous rows to which `in_one_piece` redistributes; found without communication."""
     if not has_runs(layout):
         return layout
     if not _is_exchanged(layout):
-        return _way(layout)[2]
+        return _plan_view(layout)[2]
     partitions = [None if c is None else neighbouring(c) for c in layout.partitions]
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 
 def _is_exchanged(layout: Layout) -> bool:
-    """Whether an exchange brings each shard as many neighbouring rows: one mesh dim shards what was flattened."""
+    """Whether one exchange gives each rank as many contiguous rows: a single mesh dim shards each flattened dim."""
     return not any(c is not None and not is_one(c.runs) and len(c.mesh_dims) > 1 for c in layout.partitions)
 
 
-def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:
-    """The view to this shape, leading dims being apart, as it is where shards have to have neighbouring rows."""
+def _plan_view(layout: Layout) -> tuple[Apart, Choice, Layout]:
+    """Plans the view that flattens the leading dims again, such that shards have contiguous rows.
+
+    Returns:
+        How leading dims are split off, the strategy of the view, and the layout of its result.
+    """
     apart = Apart.of(layout)
     source = TensorArg(apart.layout(layout))
     rule = find_rule(aten.reshape.default)
@@ -63,7 +67,7 @@ def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:
 
 
 def in_one_piece(x: object) -> object:
-    """The tensor sharded of neighbouring rows, a value of its own; others as they are."""
+    """Redistributes a tensor, or those in a list, to shards of contiguous rows in new memory; returns others as is."""
     if isinstance(x, (list, tuple)):
         return [in_one_piece(y) for y in x]
     if not is_joined(x):
@@ -72,14 +76,14 @@ def in_one_piece(x: object) -> object:
     if _is_exchanged(x._spec.layout):
         layout = layout_in_one_piece(x._spec.layout)
         return wrap(x, run_plan(find_plan(x._spec.layout, layout), local), layout, x._spec.stride)
-    apart, choice, layout = _way(x._spec.layout)
+    apart, choice, layout = _plan_view(x._spec.layout)
     shard = run_plan(choice.plans[0], aten.view.default(local, apart.shape(local.shape)))
     shard = shard.clone(memory_format=torch.contiguous_format)
     return wrap(x, aten.view.default(shard, list(local_shape_of(layout))), layout, x._spec.stride)
 
 
 def of_neighbours(op: Callable[..., object]) -> Callable[..., object]:
-    """An op, on local shards of neighbouring rows."""
+    """Wraps an op such that it gets its tensors with shards of contiguous rows."""
 
     def run(*args: object, **kwargs: object) -> object:
         return op(*[in_one_piece(a) for a in args], **{k: in_one_piece(a) for k, a in kwargs.items()})
@@ -88,29 +92,29 @@ def of_neighbours(op: Callable[..., object]) -> Callable[..., object]:
 
 
 def any_joined(values: Iterable[object]) -> bool:
-    """Whether there is one among arguments, those in lists included."""
+    """Whether `is_joined` holds for some argument, those in lists included."""
     return any(any_joined(a) if isinstance(a, (list, tuple)) else is_joined(a) for a in values)
 
 
 def view_of_neighbours(op: OpOverload) -> Callable[..., object]:
-    """A view op, whose results follow what was viewed: the shards are copies."""
+    """Wraps a view op such that its results have shards of contiguous rows: copies, which follow what was viewed."""
 
     def run(x: Sharded, *args: object) -> object:
-        def take() -> Sharded | list[Sharded]:
+        def compute() -> Sharded | list[Sharded]:
             return op(in_one_piece(x), *args)  # type: ignore[no-any-return]
 
-        out = take()
-        for i, one in enumerate(out if isinstance(out, (list, tuple)) else [out]):
+        out = compute()
+        for i, result in enumerate(out if isinstance(out, (list, tuple)) else [out]):
             index = i if isinstance(out, (list, tuple)) else None
-            note_view(x, one)
-            if one._copied is not None:  # of the value that was brought here, which nobody else has
-                one.__dict__["_local_tensor"], one._copied = one._copied.shard, None
-            follow(one, op, (x, *args), index, lambda i=index: _hold(take(), i))  # type: ignore[misc]
+            note_view(x, result)
+            if result._copied is not None:  # a view of the redistributed value, which nothing else refers to
+                result.__dict__["_local_tensor"], result._copied = result._copied.shard, None
+            follow(result, op, (x, *args), index, lambda i=index: _shard_of_result(compute(), i))  # type: ignore[misc]
         return out
 
     return run
 
 
-def _hold(out: Sharded | list[Sharded], index: int | None) -> Tensor:
-    one = out if isinstance(out, Sharded) else out[index or 0]
-    return one._local_tensor
+def _shard_of_result(out: Sharded | list[Sharded], index: int | None) -> Tensor:
+    result = out if isinstance(out, Sharded) else out[index or 0]
+    return result._local_tensor

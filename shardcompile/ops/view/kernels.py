@@ -1,4 +1,4 @@
-"""Views of shards: copies where the strides of a shard forbid what those of the whole tensor allow."""
+"""Kernels of view ops for local shards: they copy where the strides of a shard forbid what the global strides allow."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ aten = torch.ops.aten
 
 
 def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
-    """`unbind`; as rows that are selected, where torch's own (2.11 - 2.15) asks in a trace for sizes as numbers.
+    """`unbind`; with symbolic sizes, as a `select` of each row, because torch's own (2.11 - 2.15) needs sizes as ints.
 
-    Of a dim whose size is a symbol it keeps the dim, unless it is known to be 1. A write to a row it brings back to
-    the whole by asking for all sizes.
+    Torch's keeps a dim of symbolic size, unless that is known to be 1. To bring a write to a row back to the base, it
+    reads all sizes as ints.
     """
     if all(isinstance(n, int) for n in x.shape):
         return aten.unbind.int(x, dim)
@@ -26,16 +26,16 @@ def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
 
 
 def add_windows(grad: Tensor, dim_size: IntLike, dim: int, size: int, step: int) -> Tensor:
-    """The sums of windows, the last dim, where they lie along a dim. For shards that may have none.
+    """Sums windows, which are the last dim, at their positions along a dim. For shards that may have no windows.
 
-    In a trace torch's own `unfold_backward` flattens windows, and asks whether a shard is stored so that it can.
+    In a trace torch's own `unfold_backward` flattens windows, and asks whether the strides of a shard allow that.
 
     Args:
         grad: the windows.
-        size: of the dim in the result.
-        dim: along which they lie.
-        size: of a window.
-        step: from one to the next.
+        dim_size: size of the dim in the result.
+        dim: the dim along which the windows lie.
+        size: size of a window.
+        step: distance from one window to the next.
     """
     shape = [dim_size if d == dim else n for d, n in enumerate(grad.shape[:-1])]
     if type(grad) is Tensor and grad.shape[dim]:
@@ -57,9 +57,9 @@ state(aten.unbind.int, kernel=unbound, shape_kernel=unbound)
 state(aten.view.default, kernel=view_shard)
 state(aten._unsafe_view.default, kernel=view_shard)
 state(aten.reshape.default, kernel=view_shard)
-# A shard must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
+# A shard must not be conjugated or negated lazily: below `__torch_dispatch__` nothing reads the bit.
 state(aten._conj.default, kernel=aten._conj_physical.default, copies_shard=True)
 state(aten._neg_view.default, kernel=aten.neg.default, copies_shard=True)
-# The rule names the dims that go: on a shard, others may have size 1 as well.
+# The rule lists the dims that are squeezed: in a local shard, others may have size 1 as well.
 state(aten.squeeze.default, kernel=aten.squeeze.dims)
 state(aten.squeeze.dim, kernel=aten.squeeze.dims)

@@ -1,4 +1,4 @@
-"""Ops that give a tensor other memory: what it is a view of afterwards."""
+"""Ops that give a tensor other memory (`set_`, `resize_`): the tensor that their argument becomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _set(x: Sharded, source: Tensor) -> Tensor:
-    """``x.set_(source)``: another tensor on the shard of `source`."""
+    """``x.set_(source)``: a new tensor on the local shard of `source`."""
     if isinstance(source, Sharded):
         return source._stand_in()
     return type(x)._wrap(
@@ -28,11 +28,11 @@ def _set(x: Sharded, source: Tensor) -> Tensor:
 
 
 def _resize(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """``x.resize_(size)`` to no more elements than there are: the first ones."""
+    """``x.resize_(size)`` to no more elements than `x` has: a view of the first ones."""
     if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
         return x  # torch leaves the strides as well
-    fewer = compat.guard_or_false(math.prod(size) <= x.numel())
-    if not fewer or memory_format not in (None, torch.contiguous_format):
+    fits = compat.guard_or_false(math.prod(size) <= x.numel())
+    if not fits or memory_format not in (None, torch.contiguous_format):
         raise UnsupportedOpError(
             f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor "
             "would have to follow; make a new tensor with new_empty"

@@ -1,4 +1,4 @@
-"""Views that join dims and split them."""
+"""Rules of views that flatten and unflatten dims."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ aten = torch.ops.aten
 
 
 def match_dims(src: Sequence[IntLike], dst: Sequence[IntLike]) -> list[tuple[list[int], list[int]]]:
-    """Groups of input and output dims of a view that hold the same elements, as small as possible.
+    """Groups the dims of a view: input dims with the output dims that hold the same elements, as few as possible.
 
-    Dims of size 1 form groups of their own. A symbolic size pairs with an equal one only.
+    Dims of size 1 form groups of their own. A symbolic size matches an equal one only.
     """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -64,14 +64,14 @@ def _same(a: IntLike, b: IntLike) -> bool:
 
 
 def _smaller(a: IntLike, b: IntLike) -> bool:
-    """Which side of a group to extend. Where a number is one that a run gives, a guess: groups end with equal sides."""
+    """Whether to extend the input side of a group; for unbacked sizes a guess, as groups end with equal sides."""
     if compat.is_unbacked(a) or compat.is_unbacked(b):
         return compat.size_hint(a) < compat.size_hint(b)
     return bool(a < b)
 
 
 def resolved_shape(shape: Sequence[IntLike], numel: IntLike) -> list[IntLike]:
-    """A shape with its -1 replaced."""
+    """Returns a shape with its -1 replaced by the inferred size."""
     known: IntLike = 1
     for size in shape:
         if not (isinstance(size, int) and size == -1):
@@ -98,25 +98,28 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     dst = [1 if not isinstance(e, int) and compat.statically_known_true(e == 1) else e for e in dst]
     if any(isinstance(e, int) and e == 0 for e in dst):
         return  # the view does not fit, and torch says so
-    for ins, outs in _joined_ones(match_dims(src, dst)):
+    for ins, outs in _merge_unit_dims(match_dims(src, dst)):
         if is_one(src[ins[0]]):
-            # Any would do. A view to the same shape keeps its layout. Sharded dims keep their order: the fake kernel
-            # of a view that exchanged the sizes of two shards would take them for one.
+            # Any output dim would do. The nearest one keeps the layout of a view to the same shape, and the order of
+            # sharded dims: if a view exchanged two shard sizes, its fake kernel would take them for one size.
             last = max(len(ins) - 1, 1)
             for n, i in enumerate(ins):
-                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: _apart(n / last, outs, j)))
+                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: _distance(n / last, outs, j)))
         else:
             yield from _view_group(call, dst, ins, outs)
     yield from (partial([op], [op]) for op in REDUCE_OPS)
 
 
-def _apart(place: float, outs: Sequence[int], out: int) -> float:
-    """How far an output dim is from a place among them, 0 being the first and 1 the last."""
-    return abs(place - outs.index(out) / max(len(outs) - 1, 1))
+def _distance(position: float, outs: Sequence[int], out: int) -> float:
+    """Distance of an output dim from a relative position among `outs`, where 0 is the first and 1 the last one."""
+    return abs(position - outs.index(out) / max(len(outs) - 1, 1))
 
 
-def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
-    """Groups with dims on both sides, neighbouring dims of size 1 in one group: any of them can stand for another."""
+def _merge_unit_dims(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
+    """Yields the groups that have dims on both sides.
+
+    Adjacent dims of size 1 are merged into one group, as any of them can stand for another.
+    """
     ones: tuple[list[int], list[int]] = ([], [])
     for ins, outs in [*groups, ([], [])]:
         if bool(ins) != bool(outs):
@@ -130,39 +133,51 @@ def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tupl
 
 
 def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list[int]) -> Iterable[Strategy]:
-    """A sharded dim stays sharded; trailing dims scale its shards, leading ones give them rows of several stretches.
+    """Yields the strategies by which a sharded dim stays sharded.
+
+    Trailing dims scale its shard sizes; leading dims make its shards hold rows of several segments.
 
     Args:
         call: the view.
-        dst: shape after.
-        ins: the dims that become `outs`.
-        outs: those.
+        dst: output shape.
+        ins: input dims of the group.
+        outs: output dims of the group.
     """
     if len(ins) == len(outs) == 1:
         yield along([ins[0]], [outs[0]])
         return
     layout = call.tensors[0].layout
     src = layout.shape
-    joins = call.op is not aten.reshape.default  # of which a copy is made where rows are no neighbours
+    allows_segments = call.op is not aten.reshape.default  # which copies where rows are not contiguous
     pairs = itertools.product(range(len(ins)), range(len(outs)))
     for i, o in sorted(pairs, key=lambda pair: _leaves_segments(layout, dst, ins, outs, *pair)):
-        around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
-        within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
-        if (joins or i == o == 0) and not any(map(compat.is_unbacked, (*around, *within))):
-            through = functools.partial(_through_view, around, within, joins)
-            into: OnPartition | None = None
-            if i == 0 and not is_one(within[0]):
-                into = functools.partial(in_stretches, within[0])
+        src_sides = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
+        dst_sides = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
+        if (allows_segments or i == o == 0) and not any(map(compat.is_unbacked, (*src_sides, *dst_sides))):
+            on_partition = functools.partial(_through_view, src_sides, dst_sides, allows_segments)
+            other_partition: OnPartition | None = None
+            if i == 0 and not is_one(dst_sides[0]):
+                other_partition = functools.partial(in_stretches, dst_sides[0])
             elif i == o == 0:
-                whole = WholeRows.of(src[ins[0]], dst[outs[0]], around[1], within[1])
-                into = None if whole is None else functools.partial(whole.shard_like, through, layout.mesh)
-            yield along([ins[i]], [outs[o]], through, into)
+                whole_rows = WholeRows.of(src[ins[0]], dst[outs[0]], src_sides[1], dst_sides[1])
+                if whole_rows is not None:
+                    other_partition = functools.partial(whole_rows.shard_like, on_partition, layout.mesh)
+            yield along([ins[i]], [outs[o]], on_partition, other_partition)
 
 
 def _leaves_segments(
     layout: Layout, dst: Sequence[IntLike], ins: Sequence[int], outs: Sequence[int], i: int, o: int
 ) -> bool:
-    """Whether an output dim, sharded for an input dim, has shards of rows of several segments, or none at all."""
+    """Whether a view that keeps a dim sharded leaves shards with rows of several segments, or is impossible.
+
+    Args:
+        layout: layout of the input.
+        dst: output shape.
+        ins: input dims of the group.
+        outs: output dims of the group.
+        i: position in `ins` of the sharded input dim.
+        o: position in `outs` of the sharded output dim.
+    """
     partition = layout.partitions[ins[i]]
     segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if partition is None else partition.runs)
     before = _numel([dst[d] for d in outs[:o]])
@@ -171,11 +186,11 @@ def _leaves_segments(
 
 @dataclass(frozen=True)
 class WholeRows:
-    """How the first dim of a view's input is sharded so that no row of the first dim of its output is divided.
+    """Groups of rows of the first input dim of a view that must not be split, for its first output dim to stay sharded.
 
     Attributes:
-        rows: rows of the input's dim that go together.
-        count: how many times they fit into it.
+        rows: number of input rows in a group.
+        count: number of groups.
     """
 
     rows: IntLike
@@ -183,9 +198,10 @@ class WholeRows:
 
     @staticmethod
     def of(size: IntLike, out: IntLike, behind: IntLike, behind_out: IntLike) -> WholeRows | None:
-        """For a dim of `size` and one of `out` rows, with as many elements in a row of each as is behind them.
+        """The groups for an input dim of size `size` and an output dim of size `out`.
 
-        None for symbols of which none is a multiple of the other.
+        A row of the input dim has `behind` elements, a row of the output dim `behind_out`. None if these are symbolic
+        and neither is a multiple of the other.
         """
         if isinstance(behind, int) and isinstance(behind_out, int):
             rows: IntLike = behind_out // max(math.gcd(behind, behind_out), 1)
@@ -199,11 +215,10 @@ class WholeRows:
         return WholeRows(rows, out if exact else size // max(rows, 1))
 
     def shard_like(self, through: OnPartition, mesh: DeviceMesh, partition: Partition) -> Partition | None:
-        """The partition that gives each rank those rows together of which the first one is in its shard.
+        """Returns the partition that gives each rank the groups whose first row is in its local shard.
 
-        None if the view leaves the sharded as it is; if shards are no neighbouring rows; if there are more ranks than
-        rows of the output; or if a trace would take the sizes of the new shards for numbers, by which the graphs of the
-        ranks would differ.
+        None if the view needs no other partition; if shards hold rows of several segments; if there are more ranks than
+        groups; or if a trace would specialise on the new shard sizes, which would make the graphs of the ranks differ.
         """
         if compat.size_hint(self.rows) < 2 or not is_one(partition.runs):
             return None
@@ -213,27 +228,34 @@ class WholeRows:
             return None
         if compat.is_compiling() and partition.shards is not None and partition.kind != "fixed":
             return None
-        numbers = [self.count, self.rows, 1, 0, self.rows - 1, 0]
-        return replace(derive("reading", [partition], numbers, self.count, mesh)[0].scaled(self.rows), makeshift=True)
+        window = [self.count, self.rows, 1, 0, self.rows - 1, 0]
+        return replace(derive("reading", [partition], window, self.count, mesh)[0].scaled(self.rows), makeshift=True)
 
 
 def _through_view(
-    around: tuple[IntLike, IntLike], within: tuple[IntLike, IntLike], joins: bool, partition: Partition
+    src_sides: tuple[IntLike, IntLike], dst_sides: tuple[IntLike, IntLike], allows_segments: bool, partition: Partition
 ) -> Partition | None:
-    """The partition of an output dim, from that of an input dim and the sizes in front of and behind each."""
-    if partition.shards is not None and not all(isinstance(n, int) for n in (*around, *within)):
+    """Returns the partition of an output dim that is sharded in place of an input dim; None if there is none.
+
+    Args:
+        src_sides: number of elements in the group's dims before the input dim, and after it.
+        dst_sides: the same for the output dim.
+        allows_segments: whether shards may hold rows of several segments.
+        partition: partition of the input dim.
+    """
+    if partition.shards is not None and not all(isinstance(n, int) for n in (*src_sides, *dst_sides)):
         if partition.kind != "chunk" or not partition.is_even:
-            return None  # shards of known, different sizes would become ones of symbolic sizes
+            return None  # static shard sizes that differ would become symbolic
         partition = replace(partition, shard=partition.shards[0], shards=None)
-    flat = partition.scaled(around[1]).joined(around[0])
-    if not compat.divides(within[0], flat.runs):
+    flat = partition.scaled(src_sides[1]).joined(src_sides[0])
+    if not compat.divides(dst_sides[0], flat.runs):
         return None
-    flat = flat.parted(within[0])
-    out = flat.unscaled(within[1])
-    if out is None or (not is_one(out.runs) and not joins):
+    flat = flat.parted(dst_sides[0])
+    out = flat.unscaled(dst_sides[1])
+    if out is None or (not is_one(out.runs) and not allows_segments):
         return None
-    if partition.kind != "fixed" and not compat.divides(within[1] * flat.runs, flat.scale):
-        # The sizes happen to be multiples. A trace knows no sizes, and `WholeRows` has none with fewer rows than ranks.
+    if partition.kind != "fixed" and not compat.divides(dst_sides[1] * flat.runs, flat.scale):
+        # The sizes happen to be multiples. A trace does not know them, and `WholeRows` needs as many groups as ranks.
         return None if compat.size_hint(out.size) < math.prod(out.parts) else out
     return out
 

@@ -1,7 +1,7 @@
-"""Ops along a sharded dim that leave every row on its rank: slices, their gradients, what is written to them, padding.
+"""Ops along a sharded dim that leave every row on its rank: slices, their gradients, writes to them, padding, joins.
 
 The partition of the result follows from that of the input (`shardcompile.sharding.derived`), and each rank works on
-rows of its local shard. Which ones is a number in eager mode and, inside a trace, a symbol that gets its value when
+rows of its local shard. Their indices are ints in eager mode and, inside a trace, symbols that get their values when
 the graph runs.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardcompile import compat
 from shardcompile.collectives import derive, derive_spread, shard_size
 from shardcompile.compat import OpOverload
-from shardcompile.ops import Form, state
+from shardcompile.ops import ShardedDecomposition, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
@@ -34,36 +34,36 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 def wrap(like: Sharded, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Sharded:
-    """A shard that is nobody else's as a tensor of the class of `like`, stored in the order of the strides."""
+    """Wraps a shard that no other tensor uses in the class of `like`, stored in the order of dims of the strides."""
     return type(like)._wrap(in_order(local, stride), Spec.of(layout, tuple(stride)))
 
 
 def with_partition(layout: Layout, dim: int, partition: Partition) -> Layout:
-    """A layout with another partition of a dim, over the same mesh dims, and so another size."""
+    """Replaces the partition of a dim in a layout, and so its size, by another one over the same mesh dims."""
     shape = [partition.size if d == dim else n for d, n in enumerate(layout.shape)]
     return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replace(layout.partitions, dim, partition))
 
 
 def layout_of(x: Tensor, mesh: DeviceMesh) -> Layout:
-    """The layout of a sharded or plain tensor."""
+    """The layout of a tensor; that of a plain one is replicated."""
     return x._spec.layout if isinstance(x, Sharded) else Layout.whole(mesh, tuple(x.shape), x.dtype)
 
 
 def moved(x: Tensor, layout: Layout) -> Tensor:
-    """The shard of a sharded or plain tensor in another layout of its values."""
+    """Redistributes a sharded or plain tensor to another layout, and returns its local shard."""
     plan = find_plan(layout_of(x, layout.mesh), layout.with_dtype(x.dtype))
     return run_plan(plan, x._local_tensor if isinstance(x, Sharded) else x)
 
 
 def first_row(partition: Partition, layout: Layout) -> IntLike:
-    """Where this rank's local shard of a partition starts in the whole dim."""
+    """Index in the global dim of the first row of this rank's local shard."""
     return derive("located", [partition], [], partition.size, layout.mesh)[1]
 
 
 def has_static_sizes(x: Tensor) -> bool:
-    """Whether a trace takes shard sizes of a sharded tensor for numbers; those of no rows are 0 on every rank.
+    """Whether a trace has specialised on the shard sizes of some dim. Those of an empty dim do not count: all are 0.
 
-    Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
+    Every rank then has a graph of its own. AOTAutograd may save other tensors of each, and so recompute other
     collectives in the backward pass: what a rank sends must not depend on what is saved.
     """
     partitions = x._spec.layout.partitions if isinstance(x, Sharded) else ()
@@ -76,37 +76,37 @@ def has_static_sizes(x: Tensor) -> bool:
 def sliced_partition(
     partition: Partition, start: IntLike, step: int, count: IntLike, mesh: DeviceMesh
 ) -> tuple[Partition, IntLike]:
-    """The partition of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's local
-    shard.
+    """Returns the partition of `count` rows ``start, start + step, ...``, and the index in this rank's local shard of
+    the first of them.
     """
     found, row = derive("sliced", [partition], [start, step, count], count, mesh)
     if found.shards is not None and partition.shards is None:
-        return found, row  # no rows at all; what is known is not made of symbols
+        return found, row  # no rows at all; a static partition remembers no symbols
     if (
         partition.core is not None
         and step == 1
-        and _surely_same((start, count), (partition.core[1], partition.core[0].size))
+        and _statically_same((start, count), (partition.core[1], partition.core[0].size))
     ):
         return partition.core[0], row
     return found.of_rows(partition, start, step), row
 
 
 def base_of(partition: Partition, size: IntLike, start: IntLike, step: int) -> Partition | None:
-    """The partition of `size` rows that `Partition.of_rows` was given, if it was these rows of it."""
+    """The partition of the `size` rows of which a slice has this partition; None if it does not remember that slice."""
     base = partition.origin
-    known = base is not None and _surely_same((base[0].size, base[1], base[2]), (size, start, step))
-    return base[0] if base is not None and known else None
+    matches = base is not None and _statically_same((base[0].size, base[1], base[2]), (size, start, step))
+    return base[0] if base is not None and matches else None
 
 
 # Rows of a shard
 
 
-def _numbers(*values: IntLike) -> bool:
+def _are_ints(*values: IntLike) -> bool:
     return all(isinstance(v, int) for v in values)
 
 
 def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
-    """The row indices, a plain tensor on the device of a shard."""
+    """Row indices ``first, first + step, ...``, as a plain tensor on the device of a shard."""
     with compat.fake_mode_like(x):
         return torch.ops.prims.iota.default(
             count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
@@ -114,8 +114,8 @@ def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
 
 
 def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
-    """Rows of a shard: a view, or inside a trace where the numbers are symbols a copy."""
-    if _numbers(first, count):
+    """Takes rows of a shard: a view, or a copy inside a trace where their indices are symbols."""
+    if _are_ints(first, count):
         return aten.slice.Tensor(x, dim, first, first + count * step, step)
     carrier, rows = carrier_of(x.dtype), positions(x, first, step, count)
     if carrier is x.dtype:
@@ -124,8 +124,8 @@ def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) ->
 
 
 def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
-    """A copy of a shard with other rows."""
-    if _numbers(first, count):
+    """Returns a copy of a shard in which some rows are replaced."""
+    if _are_ints(first, count):
         return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
     return index_copy(x, dim, positions(x, first, step, count), rows)
 
@@ -134,59 +134,59 @@ def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, cou
 
 
 def begin_of(start: IntLike | None, size: IntLike) -> IntLike:
-    """The row at which a slice begins: where `start` is in front of the first row, that."""
+    """The row at which a slice begins, which is the first one if `start` is before it."""
     if start is None:
         return 0
     begin = row_of(start, size)
-    # Asked of the global size, so that the guard holds on all ranks or on none.
+    # Decided by the global size, so that the guard is rank-invariant.
     return 0 if compat.guard_or_false(begin < 0) else begin
 
 
 def row_of(index: IntLike, size: IntLike) -> IntLike:
-    """The row that an index names, which counts from the end if it is negative; a guard decides that of a formula."""
+    """The row that an index names, which counts from the end if negative; a guard decides the sign of an expression."""
     return index + size if compat.guard_or_false(index < 0) else index
 
 
-def _is_of_unknown_sign(index: object) -> bool:
-    """Whether only a run tells if an index counts from the end."""
+def _has_unbacked_sign(index: object) -> bool:
+    """Whether only the running graph can tell if an index counts from the end."""
     return compat.is_unbacked(index) and not any(map(compat.statically_known_true, (index >= 0, index < 0)))  # type: ignore[operator]
 
 
-def _row_by_run(index: Any, size: Any, is_bound: bool) -> IntLike:
-    """The row that an index names, computed when the graph runs. Bounds of slices may lie outside of the rows."""
+def _compute_row(index: Any, size: Any, is_bound: bool) -> IntLike:
+    """Computes the row that an index names when the graph runs. Bounds of slices are clamped to the rows."""
 
     def make() -> list[Any]:
         with compat.unrecorded_symbols():
-            row, whole = (torch.scalar_tensor(n, dtype=torch.int64, device="cpu") for n in (index, size))
-            row = torch.where(row < 0, row + whole, row)
-            return [(torch.minimum(row.clamp(min=0), whole) if is_bound else row).item()]
+            row, num_rows = (torch.scalar_tensor(n, dtype=torch.int64, device="cpu") for n in (index, size))
+            row = torch.where(row < 0, row + num_rows, row)
+            return [(torch.minimum(row.clamp(min=0), num_rows) if is_bound else row).item()]
 
-    asked = ("row", is_bound, compat.expression_of(index), compat.expression_of(size))
-    row: IntLike = compat.once_in_trace(asked, make)[0]
+    key = ("row", is_bound, compat.expression_of(index), compat.expression_of(size))
+    row: IntLike = compat.once_in_trace(key, make)[0]
     torch._check(row >= 0)
     torch._check(row <= size if is_bound else row < size)
     return row
 
 
-def _by_rows(op: OpOverload, form: Run, at: int, count: int) -> Form:
-    """The form of an op whose unbacked indices become rows first, where only a run tells their signs.
+def _with_computed_rows(op: OpOverload, decomposed: Run, at: int, count: int) -> ShardedDecomposition:
+    """The decomposition of an op that first replaces indices of unbacked sign by rows.
 
     Args:
-        op: its arguments begin with the tensor that is indexed, or with a gradient and the sizes of that tensor.
-        form: the op where the signs are known.
-        at: the position of the first index, which follows the dim.
-        count: the number of indices: the two bounds of a slice, or one.
+        op: an op whose arguments begin with the tensor that is indexed, or with a gradient and that tensor's sizes.
+        decomposed: the decomposition for indices of known sign.
+        at: position of the first index, which follows the dim.
+        count: number of indices: two for the bounds of a slice, or one.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         indices = args[at : at + count]
-        if not any(map(_is_of_unknown_sign, indices)):
-            return form(*args, **kwargs)
+        if not any(map(_has_unbacked_sign, indices)):
+            return decomposed(*args, **kwargs)
         sizes = args[1] if isinstance(args[1], (list, tuple)) else args[0].shape
-        rows = [_row_by_run(i, sizes[args[at - 1]], count == 2) if _is_of_unknown_sign(i) else i for i in indices]
+        rows = [_compute_row(i, sizes[args[at - 1]], count == 2) if _has_unbacked_sign(i) else i for i in indices]
         return op(*args[:at], *rows, *args[at + count :], **kwargs)
 
-    return Form(run, preferred=lambda call: any(map(_is_of_unknown_sign, call.args[at : at + count])))
+    return ShardedDecomposition(run, preferred=lambda call: any(map(_has_unbacked_sign, call.args[at : at + count])))
 
 
 def slice_rows(
@@ -198,7 +198,7 @@ def slice_rows(
     meta = global_meta(aten.slice.Tensor, args, {})
     shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
     begin = begin_of(start, x.shape[dim])
-    return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
+    return _view_rows(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
 
 def _slice(x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1) -> Tensor:
@@ -206,17 +206,17 @@ def _slice(x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike 
 
 
 def _decide_signs(op: OpOverload, given: Sequence[Any]) -> None:
-    """Decides by a guard whether a bound of a slice counts from the end, such as ``n - n // 2``.
+    """Decides by a guard whether a bound of a slice, such as ``n - n // 2``, counts from the end.
 
-    Torch's fake kernel of a slice makes an unbacked size where it cannot tell the sign, as it traces sizes obliviously.
-    Bounds are formulas of global sizes, so the guard is rank-invariant.
+    Torch's fake kernel of a slice is size-oblivious, and makes an unbacked size where it cannot tell the sign. Bounds
+    are expressions of global sizes, so the guard is rank-invariant.
     """
     for bound in given[2:4]:
         if isinstance(bound, torch.SymInt):
             compat.guard_or_false(bound < 0)
 
 
-def _view(
+def _view_rows(
     x: Sharded,
     op: OpOverload,
     args: tuple[object, ...],
@@ -226,13 +226,14 @@ def _view(
     count: IntLike,
     stride: Sequence[IntLike],
 ) -> Sharded:
+    """Views `count` rows of a sharded dim; where the local shard has to be copied, the copy follows `x`."""
     layout = x._spec.layout
     partition, row = sliced_partition(layout.partition_of(dim), begin, step, count, layout.mesh)
     size = shard_size(partition, layout.mesh)
     shard = take_rows(x._local_tensor, dim, row, step, size)
     wrapped = type(x)._wrap(shard, Spec.of(with_partition(layout, dim, partition), tuple(stride)))
     note_view(x, wrapped)
-    if x._copied is not None or not _numbers(row, size):
+    if x._copied is not None or not _are_ints(row, size):
         follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
     elif type(x._local_tensor) is Tensor:
         compat.share_storage(wrapped, x)
@@ -265,18 +266,18 @@ def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list
 
 
 def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
-    """``aten.select`` along a sharded dim: the row goes from its rank to the others."""
+    """``aten.select`` along a sharded dim: the rank that has the row sends it to the others."""
     dim = dim % x.ndim
     layout = x._spec.layout
     partition = layout.partitions[dim]
     if partition is None:
         return NotImplemented
     meta = global_meta(aten.select.int, (x, dim, index), {})
-    at = row_of(index, x.shape[dim])
-    one, row = sliced_partition(partition, at, 1, 1, layout.mesh)
+    selected = row_of(index, x.shape[dim])
+    one, row = sliced_partition(partition, selected, 1, 1, layout.mesh)
     sliced = with_partition(layout, dim, one)
-    whole = sliced.gathered(dim)
-    plan = find_plan(sliced, whole)
+    replicated = sliced.gathered(dim)
+    plan = find_plan(sliced, replicated)
     size = shard_size(one, layout.mesh)
 
     def shard() -> Tensor:
@@ -286,7 +287,7 @@ def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
     kept = [d for d in range(x.ndim) if d != dim]
     out = Layout.of(
         layout.mesh,
-        [_lower(p, dim) for p in whole.placements],
+        [_placement_without(p, dim) for p in replicated.placements],
         [layout.shape[d] for d in kept],
         layout.dtype,
         [layout.partitions[d] for d in kept],
@@ -296,15 +297,15 @@ def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
     return wrapped
 
 
-def _lower(placement: Placement, dim: int) -> Placement:
-    """The placement when a dim in front of it goes."""
+def _placement_without(placement: Placement, dim: int) -> Placement:
+    """The placement after `dim`, which is not the sharded one, is removed."""
     return Shard(placement.dim - 1) if isinstance(placement, Shard) and placement.dim > dim else placement
 
 
 def slice_scatter(
     x: Tensor, src: Tensor, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
 ) -> Tensor:
-    """``aten.slice_scatter`` along a sharded dim: each rank writes the rows that are its own."""
+    """``aten.slice_scatter`` along a sharded dim: each rank writes the rows that it has."""
     x, src = reduced(x), reduced(src)
     dim = dim % x.ndim
     if not isinstance(x, Sharded) or x._spec.layout.partitions[dim] is None:
@@ -331,51 +332,52 @@ def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor:
 
 
 def reduced(x: _T) -> _T:
-    """A tensor with every pending reduction carried out."""
+    """Carries out all pending reductions of a tensor."""
     if isinstance(x, Sharded) and x._spec.layout.is_partial:
         out = wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
         return out  # type: ignore[return-value]
     return x
 
 
-# New rows around those that are there
+# Padding, and gradients of slices
 
 
 def slice_backward(
     grad: Sharded, sizes: Sequence[IntLike], dim: int, start: IntLike | None, end: IntLike | None, step: int
 ) -> Tensor:
-    """The gradient of a slice along a sharded dim: in the partition of what was sliced, if the gradient still tells."""
+    """The gradient of a slice along a sharded dim, partitioned like what was sliced if the gradient remembers that."""
     dim = dim % len(sizes)
     partition = grad._spec.layout.partitions[dim]
     if partition is None:
         return NotImplemented
     meta = global_meta(aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
     size, begin = compat.global_sizes(meta.shape)[dim], begin_of(start, sizes[dim])
-    whole = base_of(partition, size, begin, step)
-    if whole is not None:
-        _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
-        return _place(grad, dim, whole, row, step, 0)
-    # A slice that begins behind the last row has no rows; no guard is asked for, by which traces of it would differ.
+    base = base_of(partition, size, begin, step)
+    if base is not None:
+        _, row = derive("sliced", [base], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
+        return _place_rows(grad, dim, base, row, step, 0)
+    # A slice that begins after the last row has no rows. `sym_min` avoids a guard, by which its traces would differ.
     return grown(grad, dim, torch.sym_min(begin, size), step, size, 0)
 
 
-def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
+def _statically_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
     return all(m is n or compat.statically_known_true(m == n) for m, n in zip(a, b, strict=True))
 
 
 def grown(x: Sharded, dim: int, begin: IntLike, step: int, size: IntLike, value: Scalar) -> Sharded:
-    """Row i of a sharded dim as row ``begin + i * step`` of `size`, the others filled with a value."""
+    """Places row i of a sharded dim at row ``begin + i * step`` of `size` rows, and fills the others with a value."""
     partition, row = derive_spread(x._spec.layout.partition_of(dim), begin, step, size, x._spec.layout.mesh)
-    return _place(x, dim, partition, row, step, value)
+    return _place_rows(x, dim, partition, row, step, value)
 
 
-def _place(x: Sharded, dim: int, partition: Partition, row: IntLike, step: int, value: Scalar) -> Sharded:
+def _place_rows(x: Sharded, dim: int, partition: Partition, row: IntLike, step: int, value: Scalar) -> Sharded:
+    """`grown`, to a partition in which the shard's first row has index `row` in its new shard."""
     layout, local = x._spec.layout, x._local_tensor
     size, count = shard_size(partition, layout.mesh), local.shape[dim]
     target = with_partition(layout, dim, partition)
     if step == 1:
-        front, behind = _rows_like(local, dim, row, value), _rows_like(local, dim, size - row - count, value)
-        out = aten.cat.default([front, local, behind], dim)
+        before, after = _rows_like(local, dim, row, value), _rows_like(local, dim, size - row - count, value)
+        out = aten.cat.default([before, local, after], dim)
     else:
         out = write_rows(_rows_like(local, dim, size, value), local, dim, row, step, count)
     return wrap(x, out, target, contiguous_stride(target.shape))
@@ -387,39 +389,39 @@ def _rows_like(x: Tensor, dim: int, count: IntLike, value: Scalar) -> Tensor:
 
 
 def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
-    """``aten.constant_pad_nd`` where a padded dim is sharded: the first and the last rank have more rows."""
+    """``aten.constant_pad_nd`` where a padded dim is sharded: the new rows go to the first and the last rank."""
     by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
     global_meta(aten.constant_pad_nd.default, (x, amounts, value), {})
-    sharded_dims = [d for d, a in by_dim.items() if x._spec.layout.partitions[d] is not None and not _holds_nothing(a)]
+    sharded_dims = [d for d, a in by_dim.items() if x._spec.layout.partitions[d] is not None and not _are_zero(a)]
     if not sharded_dims:
         return NotImplemented
-    x = x if value == 0 and _sums(x) else reduced(x)
+    x = x if value == 0 and _has_only_sums(x) else reduced(x)
     for d in sharded_dims:
         before, after = by_dim.pop(d)
-        if _negative(before) or _negative(after):
-            x = slice_rows(x, d, -before if _negative(before) else 0, after if _negative(after) else None)
-        before, after = (0 if _negative(n) else n for n in (before, after))
-        if _holds_nothing((before, after)):
+        if _is_negative(before) or _is_negative(after):
+            x = slice_rows(x, d, -before if _is_negative(before) else 0, after if _is_negative(after) else None)
+        before, after = (0 if _is_negative(n) else n for n in (before, after))
+        if _are_zero((before, after)):
             x = aten.clone.default(x)  # a slice would share its memory
         else:
             x = grown(x, d, before, 1, before + x.shape[d] + after, value)
     rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
-    return x if _holds_nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
+    return x if _are_zero(rest) else aten.constant_pad_nd.default(x, rest, value)
 
 
-def _holds_nothing(amounts: Sequence[IntLike]) -> bool:
+def _are_zero(amounts: Sequence[IntLike]) -> bool:
     return all(isinstance(n, int) and n == 0 for n in amounts)
 
 
-def _negative(amount: IntLike) -> bool:
+def _is_negative(amount: IntLike) -> bool:
     return bool(amount < 0)
 
 
-def _sums(x: Sharded) -> bool:
+def _has_only_sums(x: Sharded) -> bool:
     return all(getattr(p, "reduce_op", "sum") in ("sum", "avg") for p in x._spec.layout.placements)
 
 
-# Joins
+# Concatenation
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -440,22 +442,21 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     ]
     sizes = [t.shape[dim] for t in kept]
     joined, pieces = _join([n if c is None else c for c, n in zip(parts, sizes, strict=True)], sizes, mesh)
-    placements, others = _common_frame(kept, dim, widest, mesh)
+    placements, others = _common_placements(kept, dim, widest, mesh)
     shards = []
     for t, partition in zip(kept, pieces, strict=True):
         target = Layout.of(mesh, placements, t.shape, t.dtype, _replace(others, dim, partition))
         shards.append(moved(t, target).to(meta.dtype))
     layout = Layout.of(mesh, placements, compat.global_sizes(meta.shape), meta.dtype, _replace(others, dim, joined))
-    return wrap(
-        like, _as_shard(aten.cat.default(shards, dim), dim, joined, mesh), layout, compat.retrace(meta.stride())
-    )
+    out = _with_shard_symbol(aten.cat.default(shards, dim), dim, joined, mesh)
+    return wrap(like, out, layout, compat.retrace(meta.stride()))
 
 
-def _as_shard(x: Tensor, dim: int, partition: Partition, mesh: DeviceMesh) -> Tensor:
-    """Inside a trace: the symbol that stands for this rank's local shard as the size, in place of a sum of others.
+def _with_shard_symbol(x: Tensor, dim: int, partition: Partition, mesh: DeviceMesh) -> Tensor:
+    """Inside a trace, gives a local shard the symbol of its partition as its size, in place of a sum of other symbols.
 
-    They are equal when the graph runs, but the compiler would not know. And the backward graph could not read the
-    terms of a sum off the gradients that it is given.
+    Both are equal when the graph runs, but the compiler cannot know. And the backward graph could not read the terms of
+    a sum off the gradients that it is given.
     """
     if not partition.is_traced:
         return x
@@ -471,25 +472,25 @@ def _replace(partitions: Sequence[Partition | None], dim: int, partition: Partit
 def _join(
     partitions: Sequence[Partition | IntLike], sizes: Sequence[IntLike], mesh: DeviceMesh
 ) -> tuple[Partition, list[Partition]]:
-    """The partition of tensors one after the other, and what each of them has to be sharded like."""
+    """Returns the partition of concatenated tensors, and the one to which each of them has to be redistributed."""
     total: IntLike = sum(sizes)
     joined, _ = derive("joined", partitions, [], total, mesh)
-    divided = [c for c in partitions if isinstance(c, Partition)]
+    sharded = [c for c in partitions if isinstance(c, Partition)]
     pieces: list[Partition] = []
     start: IntLike = 0
     for partition, size in zip(partitions, sizes, strict=True):
-        if isinstance(partition, Partition) and len(divided) == 1:
-            pieces.append(partition)  # stays where it is
+        if isinstance(partition, Partition) and len(sharded) == 1:
+            pieces.append(partition)  # need not be redistributed
         else:
             pieces.append(sliced_partition(joined, start, 1, size, mesh)[0])
         start = start + size
     return joined, pieces
 
 
-def _common_frame(
+def _common_placements(
     tensors: Sequence[Tensor], dim: int, partition: Partition, mesh: DeviceMesh
 ) -> tuple[list[Placement], list[Partition | None]]:
-    """Placements, and partitions of the other dims, to which all tensors are brought."""
+    """Placements, and partitions of the other dims, to which all tensors are redistributed."""
     placements: list[Placement] = [Replicate()] * len(mesh.shape)
     partitions: list[Partition | None] = [None] * tensors[0].ndim
     for m in partition.mesh_dims:
@@ -510,13 +511,13 @@ def _common_frame(
     return placements, partitions
 
 
-state(aten.slice.Tensor, sharded=_by_rows(aten.slice.Tensor, _slice, 2, 2), check=_decide_signs)
-state(aten.slice_backward.default, sharded=_by_rows(aten.slice_backward.default, slice_backward, 3, 2))
-state(aten.slice_scatter.default, sharded=_by_rows(aten.slice_scatter.default, slice_scatter, 3, 2))
-state(aten.select.int, sharded=_by_rows(aten.select.int, select, 2, 1), check=_decide_signs)
-state(aten.select_scatter.default, sharded=_by_rows(aten.select_scatter.default, select_scatter, 3, 1))
+state(aten.slice.Tensor, sharded=_with_computed_rows(aten.slice.Tensor, _slice, 2, 2), check=_decide_signs)
+state(aten.slice_backward.default, sharded=_with_computed_rows(aten.slice_backward.default, slice_backward, 3, 2))
+state(aten.slice_scatter.default, sharded=_with_computed_rows(aten.slice_scatter.default, slice_scatter, 3, 2))
+state(aten.select.int, sharded=_with_computed_rows(aten.select.int, select, 2, 1), check=_decide_signs)
+state(aten.select_scatter.default, sharded=_with_computed_rows(aten.select_scatter.default, select_scatter, 3, 1))
 state(aten.split.Tensor, sharded=split)
 state(aten.split_with_sizes.default, sharded=split_with_sizes)
 state(aten.constant_pad_nd.default, sharded=pad)
 state(aten.cat.default, sharded=cat)
-state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where sizes depend on values
+state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # called where sizes are data-dependent

@@ -1,4 +1,4 @@
-"""Ops that rearrange dims: views, slices, joins and splits."""
+"""Rules of ops that rearrange dims: views, slices, concatenation, splits; and of new tensors of a stated shape."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LocalShape = Callable[[Layout], tuple[Any, ...]]
 
 
 def passing(strategies: Iterable[Strategy]) -> Iterable[Strategy]:
-    """The strategies of a one-input op, and every pending reduction passed on."""
+    """Yields strategies of an op with one input, then those that pass on a pending reduction."""
     yield from strategies
     yield from (partial([op], [op]) for op in REDUCE_OPS)
 
 
-# Arguments that name a shape
+# Arguments that state a shape
 
 
 def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:
-    """Replace the argument at `position`, a global output shape, by this rank's one."""
+    """Makes a function that replaces the argument at `position`, a global output shape, by this rank's local shape."""
 
     def local_args(
         call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
@@ -45,7 +45,7 @@ def _expand(call: OpCall) -> Iterable[Strategy]:
     stretched = [is_stretched(size, shape[d + new]) for d, size in enumerate(src)]
     kept = [along([d], [d + new]) for d in range(len(src)) if not stretched[d]]
     grows = any(not is_one(e) for e in shape[:new]) or any(stretched)
-    # A term that is spread out is reduced first: afterwards the reduction would move every copy.
+    # A pending reduction is carried out before the tensor is expanded: afterwards it would move every copy.
     return kept if grows else passing(kept)
 
 
@@ -83,23 +83,23 @@ def _unsqueeze(call: OpCall) -> Iterable[Strategy]:
 
 
 def _squeezed_dims(call: OpCall) -> list[int]:
-    """The dims that go: those named, or all, as far as they have size 1."""
+    """The dims that are removed: those of size 1 among the stated ones, or among all."""
     shape, dims = call.tensors[0].shape, call.arg(1, "dim")
     ndim = len(shape)
-    which = range(ndim) if dims is None else [d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
-    return sorted({d for d in which if d < ndim and is_one(shape[d])})
+    stated = range(ndim) if dims is None else [d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
+    return sorted({d for d in stated if d < ndim and is_one(shape[d])})
 
 
 def _squeeze(call: OpCall) -> Iterable[Strategy]:
     ndim = call.tensors[0].ndim
-    gone = _squeezed_dims(call)
-    return passing(along([d], [d - sum(g < d for g in gone)]) for d in range(ndim) if d not in gone)
+    removed = _squeezed_dims(call)
+    return passing(along([d], [d - sum(g < d for g in removed)]) for d in range(ndim) if d not in removed)
 
 
 def _squeeze_locally(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[object, ...]:
-    """A shard of one row is not a dim of size 1: name the dims that go."""
+    """States the dims to remove: a sharded dim is not of size 1 only because this rank holds one row."""
     return (args[0], _squeezed_dims(call))
 
 
@@ -111,7 +111,7 @@ register([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _squeeze, 
 
 
 def _pairs(call: OpCall) -> Iterable[Strategy]:
-    """Any dim of the complex tensor may be sharded; the pairs are a further one."""
+    """Any dim of the complex tensor may be sharded; the real tensor has one more, for the pairs."""
     ndim = call.tensors[0].ndim - ("view_as_complex" in call.op._schema.name)
     return [*(along([d], [d]) for d in range(ndim)), *(partial([op], [op]) for op in ("sum", "avg"))]
 
@@ -123,7 +123,7 @@ register([aten.view_as_real.default, aten.view_as_complex.default], _pairs)
 
 
 def _other_dims(dim_at: int, default: int, removed: bool = False) -> Any:
-    """Any dim but ``dim`` may be sharded; `removed` if ``dim`` is not in the output."""
+    """Makes a rule by which any dim but ``dim`` may be sharded; `removed` if ``dim`` is not in the output."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = call.tensors[0].ndim
@@ -140,12 +140,12 @@ def _slice(call: OpCall) -> Iterable[Strategy]:
     if not tensor.ndim:
         return ()  # an error, which torch raises
     dim = call.arg(1, "dim", 0) % tensor.ndim
-    whole = _keeps_all(tensor.shape[dim], call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
-    return passing(along([d], [d]) for d in range(tensor.ndim) if d != dim or whole)
+    keeps_all = _keeps_all(tensor.shape[dim], call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
+    return passing(along([d], [d]) for d in range(tensor.ndim) if d != dim or keeps_all)
 
 
 def _keeps_all(size: IntLike, start: Any, end: Any, step: Any) -> bool:
-    """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
+    """Whether a slice statically keeps every row, so that no guard is needed."""
     if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
         return False
     return end is None or (isinstance(end, int) and end >= 2**62) or compat.statically_known_true(end >= size)
@@ -154,7 +154,7 @@ def _keeps_all(size: IntLike, start: Any, end: Any, step: Any) -> bool:
 def _slice_locally(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
-    """The whole of a sharded dim is the whole of each shard, whatever the global end was."""
+    """A slice that keeps all of a sharded dim keeps all of each shard, whatever the global bounds are."""
     dim = call.arg(1, "dim", 0) % call.tensors[0].ndim
     return args if outputs[0].partitions[dim] is None else (args[0], dim, 0, 2**63 - 1, 1)
 
@@ -165,21 +165,21 @@ def _unfold(call: OpCall) -> Iterable[Strategy]:
     return passing(along([d], [d]) for d in range(ndim) if d != dim)
 
 
-def _unfold_back(call: OpCall) -> Iterable[Strategy]:
+def _unfold_backward(call: OpCall) -> Iterable[Strategy]:
     ndim = call.tensors[0].ndim - 1
     return passing(along([d], [d]) for d in range(ndim) if d != call.args[2] % max(ndim, 1))
 
 
 register(aten.slice.Tensor, _slice, _slice_locally)
 register(aten.unfold.default, _unfold)
-register(aten.unfold_backward.default, _unfold_back, local_shape_at(1))
+register(aten.unfold_backward.default, _unfold_backward, local_shape_at(1))
 register(aten.select.int, _other_dims(1, 0, removed=True))
 register(aten.unbind.int, _other_dims(1, 0, removed=True))
 register([aten.split.Tensor, aten.split_with_sizes.default], _other_dims(2, 0))
 
 
-def _spread_back(dim_at: int, added: bool) -> Any:
-    """The gradient of a slice or select: any dim but ``dim`` may be sharded."""
+def _backward_along_other_dims(dim_at: int, added: bool) -> Any:
+    """Makes the rule of the gradient of a slice or select, by which any dim but ``dim`` may be sharded."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = len(call.args[1])
@@ -190,15 +190,15 @@ def _spread_back(dim_at: int, added: bool) -> Any:
     return rule
 
 
-def _slice_back(call: OpCall) -> Iterable[Strategy]:
-    """The gradient of a slice; of one that keeps every row it is sharded like the gradient."""
-    yield from _spread_back(2, added=False)(call)
+def _slice_backward(call: OpCall) -> Iterable[Strategy]:
+    """Any dim but ``dim`` may be sharded, and ``dim`` as well if the slice keeps every row."""
+    yield from _backward_along_other_dims(2, added=False)(call)
     sizes, dim, *rows = call.args[1:6]
     if sizes and _keeps_all(sizes[dim % len(sizes)], *rows):
         yield along([dim % len(sizes)], [dim % len(sizes)])
 
 
-def _slice_back_locally(
+def _slice_backward_locally(
     call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
     dim = call.args[2] % max(len(call.args[1]), 1)
@@ -206,12 +206,16 @@ def _slice_back_locally(
     return (args[0], list(shape(outputs[0])), args[2], *rows)
 
 
-register(aten.slice_backward.default, _slice_back, _slice_back_locally)
-register(aten.select_backward.default, _spread_back(2, added=True), local_shape_at(1))
+register(aten.slice_backward.default, _slice_backward, _slice_backward_locally)
+register(aten.select_backward.default, _backward_along_other_dims(2, added=True), local_shape_at(1))
 
 
 def _scatter_into(removed: bool) -> Any:
-    """A tensor with a slice, or a selected row, replaced: any dim but ``dim`` may be sharded, alike in both."""
+    """Makes the rule of `slice_scatter` or `select_scatter`: any dim but ``dim`` may be sharded in both tensors.
+
+    Args:
+        removed: whether the source lacks ``dim``.
+    """
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         target, source = call.tensors
@@ -232,27 +236,27 @@ register(aten.select_scatter.default, _scatter_into(removed=True))
 # Diagonals
 
 
-def _beside_diagonal(ndim: int, dim1: int, dim2: int) -> list[int]:
-    """The dims that a diagonal does not run through: the leading dims of the result."""
+def _batch_dims(ndim: int, dim1: int, dim2: int) -> list[int]:
+    """The dims that a diagonal does not run through; they are the leading dims of the result."""
     pair = {dim1 % max(ndim, 1), dim2 % max(ndim, 1)}
     return [d for d in range(ndim) if d not in pair]
 
 
 def _diagonal(call: OpCall) -> Iterable[Strategy]:
-    others = _beside_diagonal(call.tensors[0].ndim, call.arg(2, "dim1", 0), call.arg(3, "dim2", 1))
+    others = _batch_dims(call.tensors[0].ndim, call.arg(2, "dim1", 0), call.arg(3, "dim2", 1))
     return passing(along([d], [i]) for i, d in enumerate(others))
 
 
-def _diagonal_back(call: OpCall) -> Iterable[Strategy]:
-    others = _beside_diagonal(len(call.args[1]), *call.args[3:5])
+def _diagonal_backward(call: OpCall) -> Iterable[Strategy]:
+    others = _batch_dims(len(call.args[1]), *call.args[3:5])
     return passing(along([i], [d]) for i, d in enumerate(others))
 
 
 register(aten.diagonal.default, _diagonal)
-register(aten.diagonal_backward.default, _diagonal_back, local_shape_at(1))
+register(aten.diagonal_backward.default, _diagonal_backward, local_shape_at(1))
 
 
-# Joins
+# Concatenation
 
 
 def _cat(call: OpCall) -> Iterable[Strategy]:
@@ -289,7 +293,7 @@ register(aten.stack.default, _stack)
 
 
 def _triangle(call: OpCall) -> Iterable[Strategy]:
-    """Dims of the batch may be sharded."""
+    """Batch dims may be sharded."""
     yield from (along([d], [d]) for d in range(call.tensors[0].ndim - 2))
     yield from (partial([op], [op]) for op in ("sum", "avg"))
 
@@ -301,24 +305,24 @@ register([aten.tril.default, aten.triu.default], _triangle)
 
 
 def _new(call: OpCall) -> Iterable[Strategy]:
-    """Sharded like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter.
+    """Sharded like the tensor along dims of the same size, replicated along others. Its values do not matter.
 
-    A tensor with as many rows as the one that was looked up in is sharded like that one. A column beside what was
-    looked up is sharded like what was looked up.
+    If the tensor was gathered from a table by an index, a new tensor with as many rows as the table is sharded like the
+    table, and a new column with as many rows as the gathered tensor is sharded like that.
 
-    Eager code sees numbers, and cannot tell a literal size from one that was read off a tensor. So that compiled code
-    decides alike, it compares a symbol with a literal, too, and installs a guard.
+    Eager code sees ints, and cannot tell a literal size from one that was read off a tensor. So that compiled code
+    makes the same decision, it compares symbols with literals, too, and installs guards.
     """
     src, shape = call.tensors[0].shape, call.args[1]
-    alike = len(src) == len(shape)
+    same_ndim = len(src) == len(shape)
     for dim, partition in enumerate(call.tensors[0].layout.partitions):
         if partition is None:
-            continue  # it leaves nothing to decide
-        at = dim if alike else 0
-        named = partition.rows is not None and (alike or len(shape) == 1)
-        if (alike or named) and compat.same_symbol(src[dim], shape[at]):
+            continue  # nothing to decide
+        at = dim if same_ndim else 0
+        was_gathered = partition.rows is not None and (same_ndim or len(shape) == 1)
+        if (same_ndim or was_gathered) and compat.same_symbol(src[dim], shape[at]):
             yield along([dim], [at])
-        elif named and partition.named_rows(shape[at]) is not None:
+        elif was_gathered and partition.named_rows(shape[at]) is not None:
             yield along([dim], [at], on_partition=lambda partition: partition.rows)
         else:
             yield along([dim], [None])
@@ -328,7 +332,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
 def _new_strided_locally(
     call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[object, ...]:
-    """A shard is dense, its dims in the order that the global strides state."""
+    """A local shard is dense, its dims in the order that the global strides state."""
     local = shape(outputs[0])
     return (args[0], list(local), list(dense_stride(local, args[2])), *args[3:])
 

@@ -1,4 +1,4 @@
-"""Views by strides: slices and permutations where that is what the strides say, otherwise of the whole value."""
+"""Views by strides: slices and permutations where the strides are those of dims, otherwise views of the full tensor."""
 
 from __future__ import annotations
 
@@ -25,69 +25,69 @@ aten = torch.ops.aten
 def as_strided(
     x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike], storage_offset: IntLike | None = None
 ) -> Tensor:
-    """Slices and permutations where the strides are those of dims of `x`, otherwise on the whole value.
+    """Slices and permutes `x` where the strides are those of its dims; otherwise views the full tensor.
 
     Raises:
-        UnsupportedOpError: elements are asked for that are in the memory that `x` is a view of, but not in `x`.
+        UnsupportedOpError: the view reaches elements that are in the memory that `x` is a view of, but not in `x`.
     """
-    start = _start_within(x, storage_offset)
+    start = _offset_within(x, storage_offset)
     views = _as_views(x, size, stride) if _is_zero(start) else None
     if views is not None:
         return views
     _check_reach(x, size, stride, start)
-    return _strided_whole(x, aten.as_strided.default, (size, stride, start), size, stride, start)
+    return _view_full(x, aten.as_strided.default, (size, stride, start), size, stride, start)
 
 
-def _start_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
-    """Where a place in the storage is, counted from the first element of `x`."""
+def _offset_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
+    """Returns a storage offset as one that is counted from the first element of `x`."""
     if storage_offset is None:
         return 0
-    # Where a view starts in the storage of a sharded tensor is not kept.
+    # A sharded tensor does not record where in a storage it starts.
     base = x._base if x._is_view() else None
     if x.is_inference() or (base is not None and not compat.same_symbol(base.numel(), x.numel())):
         raise UnsupportedOpError(
-            f"as_strided with a place in the storage that {x!r} is a view of; leave out storage_offset, which is then "
-            "that of the view, or take as_strided of the tensor that was viewed"
+            f"as_strided with an offset in the storage that {x!r} is a view of; leave out storage_offset, which is "
+            "then that of the view, or take as_strided of the tensor that was viewed"
         )
     return storage_offset
 
 
 def _as_views(x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike]) -> Tensor | None:
-    """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
-    # A trace must not take a partition size for the number that it is compared with.
+    """Returns the first rows of dims of `x`, permuted; None if that is not what the sizes and strides ask for."""
+    # A trace must not specialise a sharded size on the int that it is compared with.
     same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.statically_known_true(a == b)
-    left = list(range(x.ndim))
+    remaining = list(range(x.ndim))
     kept: list[int] = []
     for n, s in zip(size, stride, strict=True):
         if isinstance(n, int) and n == 1:
             continue
-        fits = (d for d in left if same(x.stride(d), s) and compat.guard_or_false(n <= x.shape[d]))
+        fits = (d for d in remaining if same(x.stride(d), s) and compat.guard_or_false(n <= x.shape[d]))
         dim = next(fits, None)
         if dim is None:
             return None
-        left.remove(dim)
+        remaining.remove(dim)
         kept.append(dim)
-    if any(compat.guard_or_false(x.shape[d] == 0) for d in left):
+    if any(compat.guard_or_false(x.shape[d] == 0) for d in remaining):
         return None
-    wide = [n for n in size if not (isinstance(n, int) and n == 1)]
-    for n, d in zip(wide, kept, strict=True):
+    wide_sizes = [n for n in size if not (isinstance(n, int) and n == 1)]
+    for n, d in zip(wide_sizes, kept, strict=True):
         x = x if same(n, x.shape[d]) else aten.slice.Tensor(x, d, 0, n)
-    for d in reversed(left):
+    for d in reversed(remaining):
         x = aten.select.int(x, d, 0)
-    rows = sorted(kept)
-    out = aten.permute.default(x, [rows.index(d) for d in kept])
+    order = sorted(kept)
+    out = aten.permute.default(x, [order.index(d) for d in kept])
     for i, n in enumerate(size):
         out = aten.unsqueeze.default(out, i) if isinstance(n, int) and n == 1 else out
     return out
 
 
 def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], start: IntLike) -> None:
-    """Refuse elements that are not those of `x`."""
+    """Raises if a view reaches elements that are not in `x`."""
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    # Of nothing, nothing is out of reach. Elements between those of `x` are not known.
-    known = compat.guard_or_false(span <= x.numel()) and compat.guard_or_false(end <= span)
-    if not known and not any(map(_is_zero, size)):
+    # An empty view reaches nothing. Elements in memory between those of `x` are not available.
+    is_within = compat.guard_or_false(span <= x.numel()) and compat.guard_or_false(end <= span)
+    if not is_within and not any(map(_is_zero, size)):
         raise UnsupportedOpError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {start}) of {x!r} with strides {tuple(x.stride())} reaches "
             "elements that are not in this tensor; take as_strided of the tensor that it is a view of"
@@ -95,12 +95,12 @@ def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], 
 
 
 def strided_view(op: OpOverload) -> Run:
-    """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
+    """Makes a view op such as `diagonal` of the strides of its result. Torch's own reads the storage offset of `x`."""
 
     def view(x: Sharded, *args: object) -> Tensor:
         meta = global_meta(op, (x, *args), {})
         (start,) = compat.retrace([meta.storage_offset()])
-        return _strided_whole(x, op, args, compat.global_sizes(meta.shape), compat.retrace(meta.stride()), start)
+        return _view_full(x, op, args, compat.global_sizes(meta.shape), compat.retrace(meta.stride()), start)
 
     return view
 
@@ -114,7 +114,7 @@ def _is_zero(n: object) -> bool:
     return isinstance(n, int) and n == 0
 
 
-def _strided_whole(
+def _view_full(
     x: Sharded,
     op: OpOverload,
     args: tuple[object, ...],
@@ -122,22 +122,22 @@ def _strided_whole(
     stride: Sequence[IntLike],
     start: IntLike,
 ) -> Tensor:
-    """A view op on the whole value, stored with exactly the strides that the global tensor has.
+    """Applies a view op to the full tensor, which is stored with exactly the strides that the global tensor has.
 
     Args:
-        x: what is viewed.
-        op: the op.
+        x: the tensor that is viewed.
+        op: the view op.
         args: its other arguments.
-        size: of the view.
-        stride: of the view.
-        start: its place, counted from the first element of `x`.
+        size: sizes of the view.
+        stride: strides of the view.
+        start: offset of the view, counted from the first element of `x`.
     """
     layout = x._spec.layout.replicated()
     plan = find_plan(x._spec.layout, layout)
-    # Rows that are one in memory; of no rows there is none to keep.
+    # Expanded dims, whose rows share memory; an empty dim has no row to keep.
     expanded = [d for d, s in enumerate(x.stride()) if _is_zero(s) and not _is_zero(x.shape[d])]
 
-    def whole() -> Tensor:
+    def full() -> Tensor:
         local = run_plan(plan, x._local_tensor)
         if local.stride() == tuple(x.stride()):
             return local
@@ -148,22 +148,22 @@ def _strided_whole(
         stored = stored.copy_(local.view(carrier)).view(x.dtype) if carrier is not x.dtype else stored.copy_(local)
         return stored.expand(x.shape) if expanded else stored
 
-    def strided(local: Tensor) -> Tensor:
+    def view(local: Tensor) -> Tensor:
         if type(local) is not Tensor and op is aten.diagonal.default:
-            # Functionalization (2.11 - 2.15) refuses to write to an `as_strided` of a view. What torch's own asks of
-            # sizes `global_meta` has asked of the same ones; where a shard starts is none of a trace's business.
+            # Functionalization (2.11 - 2.15) refuses to write to an `as_strided` of a view. `global_meta` has installed
+            # the guards that torch's own op installs on sizes; a trace must not guard on where a shard starts.
             with compat.without_guards(local):
                 return op(local, *args)
-        first = None if _is_zero(start) else start + local.storage_offset()
-        return aten.as_strided.default(local, size, stride, first)
+        offset = None if _is_zero(start) else start + local.storage_offset()
+        return aten.as_strided.default(local, size, stride, offset)
 
-    out = strided(whole())
-    placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
-    wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
+    out = view(full())
+    out_layout = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
+    wrapped = type(x)._wrap(out, Spec.of(out_layout, tuple(out.stride())))
     note_view(x, wrapped)
     if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
-        follow(wrapped, op, (x, *args), None, lambda: strided(whole()))
-    elif type(x._local_tensor) is Tensor:  # the compiler would make the result anew, without its place in the storage
+        follow(wrapped, op, (x, *args), None, lambda: view(full()))
+    elif type(x._local_tensor) is Tensor:  # the compiler would rebuild the result without its storage offset
         compat.share_storage(wrapped, x)
     return wrapped
 
@@ -172,11 +172,11 @@ _diagonal_at = strided_view(aten.diagonal.default)
 
 state(aten.as_strided.default, sharded=as_strided)
 state(aten.diagonal.default, sharded=_diagonal)
-state(aten.diagonal_backward.default, not_decomposed="torch's is of ops that gather")
+state(aten.diagonal_backward.default, not_decomposed="torch's decomposition uses ops that gather")
 
 
 def _has_same_storage_numel(x: Tensor, other: Tensor) -> bool:
-    """Which forward-mode differentiation asks of a tensor and its tangent, to lay the tangent out as the tensor is."""
+    """Compares element counts. Forward-mode differentiation calls it to give a tangent the layout of its tensor."""
     return bool(x.numel() == other.numel())
 
 

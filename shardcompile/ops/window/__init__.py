@@ -1,1 +1,1 @@
-"""Windows over images: convolution, pooling, interpolation."""
+"""Ops of windows over images: convolution, pooling, interpolation, unfolding."""

@@ -1,7 +1,7 @@
 """Interpolation along sharded spatial dims.
 
-The nearest element of a grid that is coarser by whole factors is on the same rank. Of the two between which a linear
-interpolation takes place one may be on another: it is fetched, as the windows of a convolution are.
+The nearest element of a grid that is coarser by integer factors is on the same rank. Of the two elements that linear
+interpolation reads, one may be on another rank: it is fetched by a halo exchange, as for a convolution.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequence[float | None]) -> list[int] | None:
-    """By how much a grid is finer along each dim; None if by parts of a whole."""
+    """The integer factors by which a grid is finer along each dim; None if one is not an integer."""
     found = []
     for a, b, scale in itertools.zip_longest(coarse, fine, scales):
         factor = compat.size_hint(b) // max(compat.size_hint(a), 1) if scale is None else scale
@@ -40,12 +40,12 @@ def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequenc
 
 
 def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
-    """``aten.upsample_nearest``, each element as often as the grid is finer.
+    """``aten.upsample_nearest`` by integer factors: repeats each element.
 
     Args:
         x: the coarse grid.
         output_size: sizes of the fine grid.
-        scales: by which it is said to be finer.
+        scales: the stated scale factors, or None.
     """
     first = x.ndim - len(output_size)
     factors = _factors(x.shape[first:], output_size, scales)
@@ -54,10 +54,10 @@ def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) ->
     shape = list(x.shape[:first])
     for n, factor in zip(x.shape[first:], factors, strict=True):
         x = x.unsqueeze(len(shape) + 1)
-        spread = [*x.shape]
-        spread[len(shape) + 1] = factor
+        expanded = [*x.shape]
+        expanded[len(shape) + 1] = factor
         shape.append(n * factor)
-        x = x.expand(spread).flatten(len(shape) - 1, len(shape))
+        x = x.expand(expanded).flatten(len(shape) - 1, len(shape))
     return x
 
 
@@ -79,37 +79,39 @@ def _nearest_backward(
 # Linear
 
 
-def _places(rows: Tensor, coarse: Any, fine: Any, align: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of a grid: the two rows of another grid on either side of it, and how far it is from the first one,
-    from 0 to 1.
+def _neighbours(rows: Tensor, coarse: Any, fine: Any, align: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row of the fine grid: the rows of the coarse grid on either side of it, and the weight of the second.
 
-    As torch has it. With `align` the first rows of both grids are in one place, and so are the last ones. Otherwise the
-    outer edges of the first and of the last cell are; rows beyond the first or last row get its value.
+    The positions are torch's. With `align` (``align_corners``) the first rows of both grids coincide, and so do the
+    last ones. Otherwise the outer edges of the first and of the last cells coincide; rows beyond the first or last row
+    of the coarse grid get its value.
     """
     if align:
-        place, unit = rows * (coarse - 1), fine - 1
+        position, unit = rows * (coarse - 1), fine - 1
     else:
-        place, unit = ((2 * rows + 1) * coarse - fine).clamp(min=0), 2 * fine
-    low = place // unit
-    return low, (low + 1).clamp(max=coarse - 1), (place - low * unit).to(dtype) / unit
+        position, unit = ((2 * rows + 1) * coarse - fine).clamp(min=0), 2 * fine
+    low = position // unit
+    return low, (low + 1).clamp(max=coarse - 1), (position - low * unit).to(dtype) / unit
 
 
 def _window(coarse: IntLike, fine: IntLike, align: bool) -> Window:
-    """What a row of the other grid reads."""
+    """The rows of the coarse grid that a row of the fine grid reads."""
     if align:
         return Window(coarse - 1, fine - 1, fine - 2, fine - 1, (fine - 1) // 2)
     return Window(2 * coarse, 2 * fine, 3 * fine - coarse - 1, coarse + fine, coarse)
 
 
-def _window_back(coarse: IntLike, fine: IntLike, align: bool) -> Window:
-    """Which rows of the other grid read a row."""
+def _window_backward(coarse: IntLike, fine: IntLike, align: bool) -> Window:
+    """The rows of the fine grid that read a row of the coarse grid."""
     if align:
         return Window(fine - 1, coarse - 1, fine - 1, fine - 1, (coarse - 1) // 2)
     return Window(2 * fine, 2 * coarse, coarse + fine, 3 * fine - coarse, fine)
 
 
-def _is_linear(coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, scales: Sequence[float | None]) -> bool:
-    """Whether the places follow from the sizes of both grids, which a stated scale may contradict."""
+def _follows_from_sizes(
+    coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, scales: Sequence[float | None]
+) -> bool:
+    """Whether the positions follow from the sizes of both grids, which a stated scale may contradict."""
     if align:
         return all(bool(n > 1) for n in (*coarse, *fine))
     given = itertools.zip_longest(coarse, fine, scales)
@@ -120,7 +122,7 @@ def _linear(op: OpOverload) -> Run:
     def run(x: Tensor, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Tensor:
         meta = global_meta(op, (x, output_size, align, *scales), {})
         coarse = x.shape[-len(output_size) :]
-        if not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
+        if not x.dtype.is_floating_point or not _follows_from_sizes(coarse, output_size, align, scales):
             return NotImplemented
         pairs = list(zip(coarse, output_size, strict=True))
         windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True)
@@ -128,10 +130,10 @@ def _linear(op: OpOverload) -> Run:
             return NotImplemented
         shard = widened(windows.fetch(x))
         for d, (n, m) in enumerate(pairs, x.ndim - len(pairs)):
-            first, start, count = _own(windows, d, m)
-            low, high, part = _places(positions(shard, first, 1, count), n, m, align, shard.dtype)
-            part = part.reshape(-1, *[1] * (x.ndim - d - 1))
-            shard = shard.index_select(d, low - start) * (1 - part) + shard.index_select(d, high - start) * part
+            first, start, count = _local_range(windows, d, m)
+            low, high, weight = _neighbours(positions(shard, first, 1, count), n, m, align, shard.dtype)
+            weight = weight.reshape(-1, *[1] * (x.ndim - d - 1))
+            shard = shard.index_select(d, low - start) * (1 - weight) + shard.index_select(d, high - start) * weight
         return windows.result(shard.to(x.dtype), meta.stride(), x)
 
     return run
@@ -143,31 +145,33 @@ def _linear_backward(op: OpOverload) -> Run:
     ) -> Tensor:
         meta = global_meta(op, (grad, output_size, input_size, align, *scales), {})
         coarse = input_size[-len(output_size) :]
-        if not _is_linear(coarse, output_size, align, scales):
+        if not _follows_from_sizes(coarse, output_size, align, scales):
             return NotImplemented
         pairs = list(zip(coarse, output_size, strict=True))
-        windows = Windows.of(grad, [_window_back(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True)
+        windows = Windows.of(
+            grad, [_window_backward(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True
+        )
         if windows is None:
             return NotImplemented
         shard = widened(windows.fetch(grad))
         for d, (n, m) in enumerate(pairs, grad.ndim - len(pairs)):
-            first, start, count = _own(windows, d, n)
+            first, start, count = _local_range(windows, d, n)
             rows = positions(shard, start, 1, shard.shape[d])
-            low, high, part = _places(rows, n, m, align, shard.dtype)
+            low, high, fraction = _neighbours(rows, n, m, align, shard.dtype)
             out = shard.new_zeros([count if e == d else s for e, s in enumerate(shard.shape)])
-            for row, weight in ((low - first, 1 - part), (high - first, part)):
-                # Rows of the other grid that read rows of another rank, too, and rows that there are not.
-                ours = (row >= 0) & (row < count) & (rows >= 0) & (rows < m)
-                weight = torch.where(ours, weight, 0).reshape(-1, *[1] * (grad.ndim - d - 1))
-                out = out.index_add(d, torch.where(ours, row, 0), shard * weight)
+            for row, weight in ((low - first, 1 - fraction), (high - first, fraction)):
+                # Excludes reads of rows on other ranks, and fetched rows outside of the fine grid.
+                is_valid = (row >= 0) & (row < count) & (rows >= 0) & (rows < m)
+                weight = torch.where(is_valid, weight, 0).reshape(-1, *[1] * (grad.ndim - d - 1))
+                out = out.index_add(d, torch.where(is_valid, row, 0), shard * weight)
             shard = out
         return windows.result(shard.to(grad.dtype), meta.stride(), grad)
 
     return run
 
 
-def _own(windows: Windows, dim: int, size: IntLike) -> tuple[Any, Any, Any]:
-    """The first row of the result on this rank, the first row that is read for it, and how many rows the result has."""
+def _local_range(windows: Windows, dim: int, size: IntLike) -> tuple[Any, Any, Any]:
+    """This rank's first row of the result, the first row that is read for it, and the number of rows of the result."""
     reads = next((r for r in windows.reads if r.dim == dim), None)
     if reads is None:
         return 0, 0, size
@@ -193,15 +197,15 @@ _NEAREST_BACKWARD = (
 )
 
 
-def _refuse_empty_images(op: OpOverload, given: Sequence[Any]) -> None:
-    """Raise, as kernels do, if an image has no element. There may be no image."""
+def _check_nonempty(op: OpOverload, given: Sequence[Any]) -> None:
+    """Raises, as kernels do, if an image has no element. The batch may be empty."""
     if any(isinstance(n, int) and n == 0 for n in given[0].shape[1:]):
         shape = list(given[0].shape)
         raise RuntimeError(f"{op}: Non-empty {len(shape)}D data tensor expected but got a tensor with sizes {shape}")
 
 
 def _shape_of_nearest(op: OpOverload) -> Run:
-    """The op on stand-ins; torch's own fails for no image (2.11 - 2.15)."""
+    """Runs the op on fake tensors; torch's own fails for an empty batch (2.11 - 2.15)."""
 
     def run(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
         empty = isinstance(x.shape[0], int) and x.shape[0] == 0
@@ -220,5 +224,5 @@ for _packet in _LINEAR_BACKWARD:
     state(_packet.default, sharded=_linear_backward(_packet.default))
 state(
     [packet.default for packet in (*_NEAREST, *_LINEAR, aten.upsample_bicubic2d)],
-    check=_refuse_empty_images,
+    check=_check_nonempty,
 )

@@ -1,8 +1,8 @@
-"""Convolution and pooling of a shard that comes with all rows that its windows read.
+"""Kernels of convolution and pooling for a local shard together with all rows that its windows read.
 
-Ops of our own, because a shard may be empty, which torch's kernels refuse, and because whether it is must not be asked
-while tracing. Along the sharded dims windows start at the shard's first row and end at its last: nothing is padded
-there.
+They are ops of this library because a shard may be empty, which torch's kernels refuse, and because a trace must not
+ask whether it is. Along sharded dims the first window starts at the first of these rows, and the last one ends at the
+last: nothing is padded there.
 """
 
 from __future__ import annotations
@@ -40,32 +40,34 @@ def _format(x: Tensor, channels_last: bool) -> torch.memory_format:
     return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
 
 
-def _without(values: Sequence[int], partition: Sequence[int]) -> list[int]:
-    return [0 if d in partition else v for d, v in enumerate(values)]
+def _zero_sharded(values: Sequence[int], sharded_dims: Sequence[int]) -> list[int]:
+    """Replaces the values of sharded dims by 0."""
+    return [0 if d in sharded_dims else v for d, v in enumerate(values)]
 
 
 # Convolution
 
 
-def _window_of(x: Tensor, skipped: Sequence[int], partition: Sequence[int], size: Sequence[int]) -> Tensor:
-    """This rank's rows of the transposed convolution of all rows that are read."""
-    for d, start in zip(partition, skipped, strict=False):
+def _local_rows(x: Tensor, skipped: Sequence[int], sharded_dims: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Selects this rank's rows from the transposed convolution of all rows that are read."""
+    for d, start in zip(sharded_dims, skipped, strict=False):
         x = x.narrow(d + 2, start, size[d + 2])
     return x
 
 
-def _behind(
+def _output_padding(
     output_padding: Sequence[int],
-    partition: Sequence[int],
+    sharded_dims: Sequence[int],
     weight: Tensor,
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> list[int]:
-    """Output padding: along the sharded dims as far as the next window would begin, if windows are less than a
-    stride.
+    """The output padding that a kernel gets.
+
+    Along sharded dims it reaches up to the start of the next window, if windows are shorter than a stride.
     """
     reaches = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
-    return [max(stride[d] - 1 - reaches[d], 0) if d in partition else n for d, n in enumerate(output_padding)]
+    return [max(stride[d] - 1 - reaches[d], 0) if d in sharded_dims else n for d, n in enumerate(output_padding)]
 
 
 def _convolution(
@@ -90,10 +92,12 @@ def _convolution(
         if bias is not None:
             out += bias.reshape(-1, *[1] * (x.ndim - 2))
         return out.contiguous(memory_format=layout)
-    output_padding = _behind(output_padding, partition, weight, stride, dilation) if transposed else output_padding
-    options = (_without(padding, partition), dilation, transposed, output_padding, groups)
+    output_padding = (
+        _output_padding(output_padding, partition, weight, stride, dilation) if transposed else output_padding
+    )
+    options = (_zero_sharded(padding, partition), dilation, transposed, output_padding, groups)
     out = aten.convolution.default(x, weight, bias, stride, *options)
-    return _window_of(out, skipped, partition, size).contiguous(memory_format=layout)
+    return _local_rows(out, skipped, partition, size).contiguous(memory_format=layout)
 
 
 def _convolution_backward(
@@ -116,19 +120,19 @@ def _convolution_backward(
     layout = _format(x, channels_last)
     channels = [grad.shape[1]]
     if not grad.numel() or not x.numel():
-        sums = grad.sum([0, *range(2, grad.ndim)])  # without rows to read there may be results, the bias
+        sums = grad.sum([0, *range(2, grad.ndim)])  # where no row is read, results may still consist of the bias
         grads = (torch.zeros_like(x), torch.zeros_like(weight), sums)
     else:
         if transposed:
-            output_padding = _behind(output_padding, partition, weight, stride, dilation)
-            whole = list(grad.shape)
+            output_padding = _output_padding(output_padding, partition, weight, stride, dilation)
+            full_shape = list(grad.shape)
             for d in partition:
                 reach = dilation[d] * (weight.shape[d + 2] - 1)
-                whole[d + 2] = (x.shape[d + 2] - 1) * stride[d] + reach + 1 + output_padding[d]
-            embedded = grad.new_zeros(whole)
-            _window_of(embedded, skipped, partition, grad.shape).copy_(grad)
+                full_shape[d + 2] = (x.shape[d + 2] - 1) * stride[d] + reach + 1 + output_padding[d]
+            embedded = grad.new_zeros(full_shape)
+            _local_rows(embedded, skipped, partition, grad.shape).copy_(grad)
             grad = embedded
-        options = (_without(padding, partition), dilation, transposed, output_padding, groups)
+        options = (_zero_sharded(padding, partition), dilation, transposed, output_padding, groups)
         grads = aten.convolution_backward.default(grad, x, weight, channels, stride, *options, wanted)
     empty = grad.new_empty(0)
     grad_x, grad_weight, grad_bias = (g if w else empty for g, w in zip(grads, wanted, strict=True))
@@ -153,27 +157,27 @@ def _fake_convolution_backward(
     return grad_x, grad_weight, grad.new_empty([grad.shape[1]]) if grad_bias is None else grad_bias
 
 
-# Pools, of 2 or 3 dims
+# Pooling, of 2 or 3 dims
 
 
-def _renumber(
+def _convert_indices(
     indices: Tensor, sizes: Sequence[int], others: Sequence[int], shifts: Sequence[int], lowest: int | None
 ) -> Tensor:
-    """Numbers of elements of a plane as those of another, of which the first one's origin is at `shifts`.
+    """Converts flat indices into a plane to flat indices into another plane, in which its origin is at `shifts`.
 
     Args:
-        indices: numbers, row by row.
-        sizes: of the plane that they count.
-        others: of the other plane.
-        shifts: what is added to the place along each dim.
-        lowest: no place becomes less than this.
+        indices: flat indices, row-major.
+        sizes: sizes of the plane that they index.
+        others: sizes of the other plane.
+        shifts: what is added to the position along each dim.
+        lowest: the least position along each dim, to which others are clamped; None for no clamp.
     """
     out = torch.zeros_like(indices)
-    factor, run = 1, 1
+    divisor, stride = 1, 1
     for size, other, shift in reversed(list(zip(sizes, others, shifts, strict=True))):
-        place = indices // factor % size + shift
-        out += (place if lowest is None else place.clamp(min=lowest)) * run
-        factor, run = factor * size, run * other
+        position = indices // divisor % size + shift
+        out += (position if lowest is None else position.clamp(min=lowest)) * stride
+        divisor, stride = divisor * size, stride * other
     return out
 
 
@@ -189,8 +193,8 @@ def _max_pool(
         return x.new_empty(size), x.new_empty(size, dtype=torch.int64)
     op = aten.max_pool2d_with_indices.default if len(kernel) == 2 else aten.max_pool3d_with_indices.default
     out, indices = op(x, kernel, *options)
-    # Of a window without a number above minus infinity the first element counts, and in front of the dim there is none.
-    indices = _renumber(indices, x.shape[-len(kernel) :], whole, first, 0)
+    # A window without an element above minus infinity yields its first element, which may be in front of the dim.
+    indices = _convert_indices(indices, x.shape[-len(kernel) :], whole, first, 0)
     return out.contiguous(), indices.contiguous()
 
 
@@ -207,7 +211,7 @@ def _max_pool_backward(
         return grad.new_zeros(size)
     spatial = len(kernel)
     op = aten.max_pool2d_with_indices_backward if spatial == 2 else aten.max_pool3d_with_indices_backward
-    indices = _renumber(indices, whole, size[-spatial:], [-f for f in first], None)
+    indices = _convert_indices(indices, whole, size[-spatial:], [-f for f in first], None)
     return op.default(grad.contiguous(), grad.new_empty(size), kernel, *options, indices).contiguous()
 
 
@@ -264,23 +268,24 @@ for _name, _real, _fake in (
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
 
 convolution = torch.ops.shardcompile.convolution.default
-"""``aten.convolution`` of a shard. `size` is its shape, and `partition` the spatial dims that are sharded. `skipped`
-has for each of them the rows of a transposed convolution that come before the shard (else it is empty).
-`channels_last` says how it is stored.
+"""``aten.convolution`` of a local shard. `size` is the shape of the result, and `partition` lists the spatial dims that
+are sharded. `skipped` has, for each of them, the number of rows of a transposed convolution before the shard (otherwise
+it is empty). `channels_last` is the memory format of the result.
 """
 
 convolution_backward = torch.ops.shardcompile.convolution_backward.default
-"""``aten.convolution_backward`` of a shard; empty tensors for what is not wanted."""
+"""``aten.convolution_backward`` of a local shard; returns empty tensors for gradients that are not `wanted`."""
 
 max_pool = torch.ops.shardcompile.max_pool.default
-"""The maximum of every window and its number in the plane: `size` is the shard's shape, `whole` are the plane's
-sizes, and `first` the place of the shard's first element in the plane."""
+"""The maximum of every window, and its flat index in the global plane. `size` is the shape of the local result, `whole`
+are the sizes of the plane, and `first` is the position in it of the first element that is read.
+"""
 
 max_pool_backward = torch.ops.shardcompile.max_pool_backward.default
-"""Its gradient; `size` is the shape of what was read."""
+"""The gradient of `max_pool`; `size` is the shape of what was read."""
 
 sum_pool = torch.ops.shardcompile.sum_pool.default
-"""The sum of every window divided by a number: `size` is the shard's shape."""
+"""The sum of every window, divided by `divisor`. `size` is the shape of the local result."""
 
 sum_pool_backward = torch.ops.shardcompile.sum_pool_backward.default
-"""Its gradient; `size` is the shape of what was read."""
+"""The gradient of `sum_pool`; `size` is the shape of what was read."""

@@ -1,4 +1,4 @@
-"""Images of which a rank may have no channels: all leading dims as samples of one channel."""
+"""Kernels for images of which a rank may have no channels: all leading dims become samples of one channel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ torch.library.register_fake(
 
 
 def _gradient(op: OpOverload) -> Run:
-    """The gradient of an interpolation; in a trace by an op of our own: torch's (2.11 - 2.15) takes no symbols."""
+    """The gradient of an interpolation; in a trace an op of this library, as torch's (2.11 - 2.15) takes no symbols."""
 
     def run(grad: Tensor, fine: Sequence[IntLike], coarse: Sequence[IntLike], *options: Any) -> Tensor:
         if type(grad) is Tensor:
@@ -60,21 +60,21 @@ def _shape_of_gradient(grad: Tensor, fine: Sequence[IntLike], coarse: Sequence[I
 
 
 def _per_channel(op: Callable[..., Any], spatial: int) -> Run:
-    """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
+    """Wraps a kernel that refuses empty channels: if this rank may have none, leading dims become samples of one."""
 
     def local(x: Tensor, *args: object, **kwargs: object) -> object:
         leading = x.shape[:-spatial]
         if not may_be_empty(leading[-1]):
             return op(x, *args, **kwargs)
 
-        def merged(a: object) -> object:
+        def flattened(a: object) -> object:
             if isinstance(a, Tensor):
                 return view_shard(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
             if isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial:  # a shape
                 return [math.prod(a[:-spatial]), 1, *a[-spatial:]]
             return a
 
-        out = op(merged(x), *map(merged, args), **kwargs)
+        out = op(flattened(x), *map(flattened, args), **kwargs)
         if isinstance(out, Tensor):
             return view_shard(out, [*leading, *out.shape[-spatial:]])
         return tuple(view_shard(o, [*leading, *o.shape[-spatial:]]) for o in out)

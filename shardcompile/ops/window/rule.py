@@ -1,6 +1,7 @@
-"""Convolution, pooling, interpolation and sampling: samples of a batch are independent, and mostly channels are, too.
+"""Rules of convolution, pooling, interpolation and sampling: samples are independent, and mostly channels are, too.
 
-Along a spatial dim windows reach over the edges of shards; a tensor that is sharded there is gathered.
+Along a spatial dim windows reach over the edges of shards. A rule gathers a tensor that is sharded there; see
+`shardcompile.ops.window.sharded` for decompositions that exchange halos instead.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from shardcompile.ops.view.rule import local_shape_at
 aten = torch.ops.aten
 
 
-def _leading_is_sharded(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
-    """Every dim in front of the spatial ones may be sharded, alike in all tensors."""
+def _leading_dims(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
+    """Makes a rule by which every dim in front of the spatial ones may be sharded, identically in all tensors."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         outputs = len(call.op._schema.returns)
@@ -30,10 +31,10 @@ def _leading_is_sharded(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
 
 
 def _linear(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
-    """The same for an op that is linear in its only tensor."""
+    """Makes the same rule for an op that is linear in its only tensor."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
-        yield from _leading_is_sharded(spatial)(call)
+        yield from _leading_dims(spatial)(call)
         yield from (partial([op], [op]) for op in ("sum", "avg"))
 
     return rule
@@ -46,7 +47,7 @@ def _is_linear(name: str) -> bool:
     return any(word in name for word in _LINEAR)
 
 
-# Ops that treat every channel alike, by their number of spatial dims.
+# Ops that treat each channel by itself, with their number of spatial dims.
 for _op, _spatial in {
     aten.avg_pool2d.default: 2,
     aten.avg_pool3d.default: 3,
@@ -71,10 +72,10 @@ for _op, _spatial in {
     aten.max_unpool2d.default: 2,
     aten.max_unpool3d.default: 3,
 }.items():
-    register(_op, (_linear if _is_linear(_op._schema.name) else _leading_is_sharded)(_spatial))
+    register(_op, (_linear if _is_linear(_op._schema.name) else _leading_dims)(_spatial))
     state(_op, spatial=_spatial)
 
-# Their gradients; all tensors are alike but for the spatial dims.
+# Their gradients; all tensors have the same sizes but along spatial dims.
 for _op, _spatial in {
     aten.avg_pool2d_backward.default: 2,
     aten.avg_pool3d_backward.default: 3,
@@ -85,7 +86,7 @@ for _op, _spatial in {
     aten.adaptive_max_pool2d_backward.default: 2,
     aten.adaptive_max_pool3d_backward.default: 3,
 }.items():
-    register(_op, _leading_is_sharded(_spatial))
+    register(_op, _leading_dims(_spatial))
     state(_op, spatial=_spatial)
 
 # Gradients of interpolation; argument 2 is the shape of the input.
@@ -108,18 +109,20 @@ for _op, _spatial in {
 
 
 def per_channel() -> list[tuple[OpOverload, int]]:
-    """Ops that treat all dims but the spatial ones as samples, with the number of those."""
+    """Ops that treat all but the spatial dims as samples, with their number of spatial dims."""
     return [(record.op, record.spatial) for record in records() if record.spatial]
 
 
 def _windows(call: OpCall) -> Iterable[Strategy]:
-    """``im2col`` and ``col2im``: samples and channels; the windows of a channel lie next to one another."""
-    packs = call.op._schema.name == "aten::im2col"
-    channels = call.tensors[0].ndim - (3 if packs else 2)
+    """``im2col`` and ``col2im``: samples and channels may be sharded; the windows of a channel are adjacent."""
+    unfolds = call.op._schema.name == "aten::im2col"
+    channels = call.tensors[0].ndim - (3 if unfolds else 2)
     if channels:
         yield along([0], [0])
-    size = math.prod(call.arg(1 if packs else 2, "kernel_size"))
-    yield along([channels], [channels], lambda partition: partition.scaled(size) if packs else partition.unscaled(size))
+    size = math.prod(call.arg(1 if unfolds else 2, "kernel_size"))
+    yield along(
+        [channels], [channels], lambda partition: partition.scaled(size) if unfolds else partition.unscaled(size)
+    )
     yield from (partial([op], [op]) for op in ("sum", "avg"))
 
 
@@ -144,7 +147,7 @@ register(aten.convolution_backward.default, _convolution_backward)
 
 
 def _grid_sampler(call: OpCall) -> Iterable[Strategy]:
-    """Samples, channels of the input, and every place that is sampled."""
+    """Samples, channels of the input, and dims of the sampled positions may be sharded."""
     yield along([0, 0], [0])
     yield along([1, None], [1])
     yield from (along([None, d], [d + 1]) for d in range(1, call.tensors[1].ndim - 1))

@@ -1,9 +1,9 @@
-"""Convolution and pooling along sharded spatial dims: every rank fetches the rows that its windows reach over its
-edges.
+"""Convolution and pooling along sharded spatial dims, by halo exchange: every rank fetches the rows beyond the edges of
+its shard that its windows read.
 
-The result is sharded where the input is: a row of it is computed by the rank that has the middle of its window. In the
-backward pass the gradients of rows that were fetched go back and are added where they came from. Several spatial dims
-may be sharded, over one mesh dim each; corners then come along with the rows of the other dim.
+The result is sharded like the input: a row of it is computed by the rank that has the middle of its window. In the
+backward pass the gradients of fetched rows are sent back, and added on the ranks that hold these rows. Several spatial
+dims may be sharded, over one mesh dim each; corners are then fetched along with the rows of the other dim.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Windows:
-    """What is read for a result, along all dims.
+    """The rows that windows read for a result, along all dims.
 
     Attributes:
-        layout: in which the input's shards are needed.
-        reads: along every sharded spatial dim.
+        layout: the layout to which the input is redistributed first.
+        reads: the halo exchange along each sharded spatial dim.
         spatial: number of spatial dims, which are the last ones.
         shape: global shape of the result.
     """
@@ -51,11 +51,11 @@ class Windows:
 
     @staticmethod
     def of(x: Tensor, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
-        """What is read of a sharded tensor; None if nothing is sharded, or in a way that has to be gathered.
+        """The rows that are read of a tensor; None if no spatial dim is sharded, or if one has to be gathered.
 
         Args:
             x: the input.
-            windows: for every spatial dim.
+            windows: the windows along each spatial dim.
             shape: global shape of the result.
             keep_channels: whether channels may be sharded, too.
         """
@@ -63,18 +63,22 @@ class Windows:
             return None
         spatial, layout = len(windows), x._spec.layout
         first = x.ndim - spatial
-        partition = [d for d in range(first, x.ndim) if layout.partitions[d] is not None]
-        if not partition or any(len(layout.partition_of(d).mesh_dims) > 1 for d in partition) or has_static_sizes(x):
+        sharded_dims = [d for d in range(first, x.ndim) if layout.partitions[d] is not None]
+        if (
+            not sharded_dims
+            or any(len(layout.partition_of(d).mesh_dims) > 1 for d in sharded_dims)
+            or has_static_sizes(x)
+        ):
             return None
         layout = layout.reduced()
         if not keep_channels and layout.partitions[1] is not None:
             layout = layout.gathered(1)
-        reads = [Reads.of(d, layout.partition_of(d), shape[d], windows[d - first], layout.mesh) for d in partition]
+        reads = [Reads.of(d, layout.partition_of(d), shape[d], windows[d - first], layout.mesh) for d in sharded_dims]
         return Windows(layout, tuple(reads), spatial, tuple(shape))
 
     @functools.cached_property
     def out(self) -> Layout:
-        """Of the result."""
+        """Layout of the result."""
         layout = self.layout
         for r in self.reads:
             layout = with_partition(layout, r.dim, r.partition)
@@ -89,33 +93,33 @@ class Windows:
 
     @property
     def size(self) -> list[IntLike]:
-        """Shape of a shard of the result."""
+        """Shape of this rank's local shard of the result."""
         return list(local_shape_of(self.out))
 
     def without_padding(self, padding: Sequence[int]) -> list[int]:
-        """Padding that is left to a kernel: none where what is read has it already."""
+        """The padding that is left to a kernel: none along sharded dims, where the rows that are read include it."""
         return [0 if d in self.partition else p for d, p in enumerate(padding)]
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """A shard of the input with all rows that are read."""
+        """Returns the local shard of the input with all rows that are read."""
         shard = moved(x, self.layout)
         for r in self.reads:
             shard = r.fetch(shard, fill)
         return shard
 
     def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
-        """The gradient of the input, from that of a shard with all rows that are read."""
+        """Returns the gradient of the input, from the gradient of a shard with all rows that are read."""
         for r in reversed(self.reads):
             grad = r.give_back(grad)
         return wrap(_as_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
 
     def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
-        """A shard of the result as a sharded tensor."""
+        """Wraps a local shard of the result."""
         stride = compat.retrace(stride)
         return wrap(_as_sharded(like), local, self.out.with_dtype(local.dtype), stride)
 
     def sums(self, local: Tensor, like: Tensor) -> Tensor:
-        """A term of what all samples and rows add up to, such as the gradient of a weight."""
+        """Wraps this rank's term of a sum over all samples and rows, such as the gradient of a weight, as pending."""
         layout = self.layout
         placements = [Partial("sum") if isinstance(p, Shard) else Replicate() for p in layout.placements]
         shape = tuple(local.shape)
@@ -124,18 +128,18 @@ class Windows:
 
 
 def _as_sharded(x: Tensor) -> Sharded:
-    assert isinstance(x, Sharded), "what has windows is sharded"
+    assert isinstance(x, Sharded), "only sharded tensors have Windows"
     return x
 
 
-def _each(values: Sequence[int] | int, spatial: int) -> list[int]:
-    """A number for every spatial dim."""
+def _per_dim(values: Sequence[int] | int, spatial: int) -> list[int]:
+    """Expands an option to one value for each spatial dim."""
     given = [values] if isinstance(values, int) else list(values)
     return given * spatial if len(given) == 1 else given
 
 
 def _is_channels_last(stride: Sequence[IntLike]) -> bool:
-    """Whether strides are those of images that are stored channel by channel."""
+    """Whether strides are those of the memory format ``channels_last``."""
     return len(stride) in (4, 5) and compat.size_hint(stride[1]) == 1 and compat.size_hint(stride[-1]) != 1
 
 
@@ -143,35 +147,35 @@ def _is_channels_last(stride: Sequence[IntLike]) -> bool:
 
 
 def _convolution_windows(weight: Tensor, options: Sequence[Any], spatial: int) -> list[Window]:
-    stride, padding, dilation = (_each(o, spatial) for o in options[:3])
-    found = []
+    stride, padding, dilation = (_per_dim(o, spatial) for o in options[:3])
+    windows = []
     for size, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
         reach = d * (size - 1)  # from the first row of a window to its last
         if options[3]:
             reach = max(reach, s - 1)  # rows between windows, to which nothing is written, belong to the one before
-            found.append(Window(1, s, reach - p, p, p - (reach + 2 - s) // 2))
+            windows.append(Window(1, s, reach - p, p, p - (reach + 2 - s) // 2))
         else:
-            found.append(_forward_window(s, p, reach))
-    return found
+            windows.append(_forward_window(s, p, reach))
+    return windows
 
 
 def _forward_window(stride: int, padding: int, reach: int) -> Window:
-    """The rows that are read for a row of the result.
+    """The rows that are read for a row of the result of a convolution or pooling.
 
-    If the padding is a window less one row, the result has a row for each row of the input, and that stays with it.
-    Causal convolutions cut off the rows that are left over.
+    If the padding is a window less one row, each row of the input has a row of the result, which stays on its rank.
+    Causal convolutions slice off the remaining rows.
     """
     if stride == 1 and padding == reach:
         return Window(1, 1, padding, 0, 0)
     return Window(stride, 1, padding, reach - padding, -((2 * padding - reach) // 2))
 
 
-def _rows_in_front(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
-    """How many rows of a transposed convolution of what is read come before the shard's own."""
+def _num_rows_before(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
+    """How many rows of the transposed convolution of all rows that are read come before this rank's, for each dim."""
     _, padding, _, transposed, *_ = options
     if not transposed:
         return []
-    pads = _each(padding, windows.spatial)
+    pads = _per_dim(padding, windows.spatial)
     rows = []
     for r, d in zip(windows.reads, windows.partition, strict=True):
         first = r.first
@@ -180,7 +184,7 @@ def _rows_in_front(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
 
 
 def _has_no_channels(x: Tensor) -> bool:
-    """Whether an image has none, so that nothing is sent for it. The kernel of torch gives no channels then, either."""
+    """Whether images have no channels. Nothing has to be sent then, as torch's kernel returns no channels, either."""
     return isinstance(x.shape[1], int) and x.shape[1] == 0
 
 
@@ -194,12 +198,12 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
     stride = compat.retrace(meta.stride())
     local = window_shards.convolution(
         windows.fetch(x),
-        _whole(weight, windows),
-        None if bias is None else _whole(bias, windows),
-        *_lists(options, spatial),
+        _full(weight, windows),
+        None if bias is None else _full(bias, windows),
+        *_per_dim_options(options, spatial),
         size=windows.size,
         partition=windows.partition,
-        skipped=_rows_in_front(windows, options),
+        skipped=_num_rows_before(windows, options),
         channels_last=_is_channels_last(stride),
     )
     return windows.result(local, stride, x)
@@ -208,50 +212,50 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
 def convolution_backward(
     grad: Tensor, x: Sharded, weight: Tensor, bias_sizes: Sequence[int] | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    """``aten.convolution_backward`` of the same."""
-    *options_, wanted = options
+    """``aten.convolution_backward`` of images of which a spatial dim is sharded."""
+    *options_, output_mask = options
     options, spatial = tuple(options_), x.ndim - 2
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
     if windows is None or _has_no_channels(x):
         return NotImplemented
-    metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
+    metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, output_mask), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
         moved(grad, windows.out),
         windows.fetch(x),
-        _whole(weight, windows),
+        _full(weight, windows),
         bias_sizes,
-        *_lists(options, spatial),
-        wanted,
+        *_per_dim_options(options, spatial),
+        output_mask,
         partition=windows.partition,
-        skipped=_rows_in_front(windows, options),
+        skipped=_num_rows_before(windows, options),
         channels_last=_is_channels_last(stride),
     )
     return (
-        windows.give_back(grad_x, stride, x) if wanted[0] else None,
-        windows.sums(grad_weight, x) if wanted[1] else None,
-        windows.sums(grad_bias, x) if wanted[2] else None,
+        windows.give_back(grad_x, stride, x) if output_mask[0] else None,
+        windows.sums(grad_weight, x) if output_mask[1] else None,
+        windows.sums(grad_bias, x) if output_mask[2] else None,
     )
 
 
-def _whole(x: Tensor, windows: Windows) -> Tensor:
+def _full(x: Tensor, windows: Windows) -> Tensor:
     """The full value of a sharded or plain tensor."""
     return moved(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
 
 
-def _lists(options: Sequence[Any], spatial: int) -> list[Any]:
-    """The options of a convolution with a number for every spatial dim."""
+def _per_dim_options(options: Sequence[Any], spatial: int) -> list[Any]:
+    """The options of a convolution, with a value for each spatial dim."""
     stride, padding, dilation, transposed, output_padding, groups = options
-    lists = (_each(o, spatial) for o in (stride, padding, dilation))
-    return [*lists, transposed, _each(output_padding, spatial), groups]
+    lists = (_per_dim(o, spatial) for o in (stride, padding, dilation))
+    return [*lists, transposed, _per_dim(output_padding, spatial), groups]
 
 
-# Pools
+# Pooling
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """The options that pools share, with a number for every spatial dim."""
+    """The options that poolings share, with a value for each spatial dim."""
 
     kernel: list[int]
     stride: list[int]
@@ -263,15 +267,15 @@ class _Pool:
     def of(
         spatial: int, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
     ) -> _Pool:
-        kernel = _each(kernel, spatial)
-        steps = _each(stride, spatial) if stride else kernel
-        return _Pool(kernel, steps, _each(padding, spatial), _each(dilation, spatial), ceil)
+        kernel = _per_dim(kernel, spatial)
+        steps = _per_dim(stride, spatial) if stride else kernel
+        return _Pool(kernel, steps, _per_dim(padding, spatial), _per_dim(dilation, spatial), ceil)
 
     @property
     def windows(self) -> list[Window]:
-        """Along every spatial dim."""
-        each = zip(self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [_forward_window(s, p, d * (k - 1)) for k, s, p, d in each]
+        """The windows along each spatial dim."""
+        options = zip(self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return [_forward_window(s, p, d * (k - 1)) for k, s, p, d in options]
 
 
 def _max_pool(spatial: int, op: OpOverload) -> Run:
@@ -284,20 +288,20 @@ def _max_pool(spatial: int, op: OpOverload) -> Run:
         if windows is None:
             return NotImplemented
         padding = windows.without_padding(pool.padding)
-        local, numbers = window_shards.max_pool(
+        local_values, local_indices = window_shards.max_pool(
             windows.fetch(x, -math.inf),
             *(pool.kernel, pool.stride, padding, pool.dilation, pool.ceil_mode),
             size=windows.size,
             whole=list(x.shape[-spatial:]),
             first=_first_read(windows),
         )
-        return tuple(windows.result(a, m.stride(), x) for a, m in ((local, values), (numbers, indices)))
+        return tuple(windows.result(a, m.stride(), x) for a, m in ((local_values, values), (local_indices, indices)))
 
     return run
 
 
 def _first_read(windows: Windows) -> list[IntLike]:
-    """The place in the plane of the first element that is read."""
+    """The position in the plane of the first element that is read."""
     first: list[IntLike] = [0] * windows.spatial
     for r, d in zip(windows.reads, windows.partition, strict=True):
         first[d] = r.window.first_read(r.first)
@@ -334,7 +338,7 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
 
 
 def _read_shape(windows: Windows) -> list[IntLike]:
-    """Shape of a shard of the input with all rows that are read."""
+    """Shape of the local shard of the input with all rows that are read."""
     layout = windows.layout
     shape = list(local_shape_of(layout))
     for r in windows.reads:
@@ -343,30 +347,30 @@ def _read_shape(windows: Windows) -> list[IntLike]:
 
 
 def _average(spatial: int, options: Sequence[Any]) -> tuple[_Pool, bool, int | None]:
-    """A pool, whether rows outside count, and what sums are divided by if that is given."""
+    """Returns the pooling, `count_include_pad` and `divisor_override` of an average pooling."""
     defaults: list[Any] = [[], 0, False, True, None]
-    kernel, stride, padding, ceil, count_outside, divisor = [*options, *defaults[len(options) - 1 :]]
-    return _Pool.of(spatial, kernel, stride, padding, 1, ceil), count_outside, divisor
+    kernel, stride, padding, ceil, count_include_pad, divisor_override = [*options, *defaults[len(options) - 1 :]]
+    return _Pool.of(spatial, kernel, stride, padding, 1, ceil), count_include_pad, divisor_override
 
 
-def _divisor(pool: _Pool, count_outside: bool, divisor: int | None) -> int | None:
-    """What all sums are divided by; None if that differs from window to window."""
-    if divisor is not None:
-        return divisor
-    regular = not pool.ceil_mode and (count_outside or not any(pool.padding))
+def _divisor(pool: _Pool, count_include_pad: bool, divisor_override: int | None) -> int | None:
+    """The divisor of all windows; None if it differs from window to window."""
+    if divisor_override is not None:
+        return divisor_override
+    regular = not pool.ceil_mode and (count_include_pad or not any(pool.padding))
     return math.prod(pool.kernel) if regular else None
 
 
-def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_outside: bool) -> Tensor:
-    """How many elements of every window count, [..., rows, columns], the same for all samples and channels."""
+def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_include_pad: bool) -> Tensor:
+    """The number of elements that count in each window, [..., rows, columns], for all samples and channels."""
     spatial = len(pool.kernel)
     counts: Any = 1
     for d, (k, s, p) in enumerate(zip(pool.kernel, pool.stride, pool.padding, strict=True)):
         size: Any = x.shape[d - spatial]
-        many: Any = shape[d - spatial]
-        begin = torch.arange(many, device=x.device) * s - p
-        outside = p if count_outside else 0
-        along = (begin + k).clamp(max=size + outside) - begin.clamp(min=-outside)
+        num_windows: Any = shape[d - spatial]
+        begin = torch.arange(num_windows, device=x.device) * s - p
+        counted_padding = p if count_include_pad else 0
+        along = (begin + k).clamp(max=size + counted_padding) - begin.clamp(min=-counted_padding)
         counts = counts * along.reshape(-1, *[1] * (spatial - d - 1))
     return counts  # type: ignore[no-any-return]
 
@@ -374,38 +378,38 @@ def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_outside: boo
 def _avg_pool(spatial: int, op: OpOverload) -> Run:
     def run(x: Tensor, *options: object) -> Tensor:
         meta = global_meta(op, (x, *options), {})
-        pool, count_outside, divisor = _average(spatial, options)
+        pool, count_include_pad, divisor_override = _average(spatial, options)
         windows = Windows.of(x, pool.windows, compat.global_sizes(meta.shape), True)
         if windows is None or not x.dtype.is_floating_point:
             return NotImplemented
-        one = _divisor(pool, count_outside, divisor)
+        divisor = _divisor(pool, count_include_pad, divisor_override)
         padding = windows.without_padding(pool.padding)
         local = windows.fetch(x)
         local = window_shards.sum_pool(
-            local if one else widened(local),
+            local if divisor else widened(local),
             pool.kernel,
             pool.stride,
             padding,
             pool.ceil_mode,
-            one or 1,
+            divisor or 1,
             size=windows.size,
         )
         out = windows.result(local, meta.stride(), x)
-        return out if one else (out / _counts(x, pool, windows.out.shape, count_outside)).to(x.dtype)
+        return out if divisor else (out / _counts(x, pool, windows.out.shape, count_include_pad)).to(x.dtype)
 
     return run
 
 
 def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
     def run(grad: Tensor, x: Tensor, *options: object) -> Tensor:
-        pool, count_outside, divisor = _average(spatial, options)
+        pool, count_include_pad, divisor_override = _average(spatial, options)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
         if windows is None:
             return NotImplemented
         meta = global_meta(op, (grad, x, *options), {})
-        one = _divisor(pool, count_outside, divisor)
-        grad = grad if one else widened(grad) / _counts(x, pool, windows.out.shape, count_outside)
-        options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, one or 1)
+        divisor = _divisor(pool, count_include_pad, divisor_override)
+        grad = grad if divisor else widened(grad) / _counts(x, pool, windows.out.shape, count_include_pad)
+        options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, divisor or 1)
         local = window_shards.sum_pool_backward(moved(grad, windows.out), *options_, size=_read_shape(windows))
         return windows.give_back(local.to(x.dtype), compat.retrace(meta.stride()), x)
 
