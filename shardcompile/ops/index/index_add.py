@@ -223,13 +223,13 @@ def _was_gathered(source: object, dim: int, size: IntLike) -> bool:
 
 
 def _adds_to_rows(call: OpCall) -> bool:
-    """`_is_of_rows` for ops that take a target, a dim, an index and a source."""
+    """`_was_gathered` for ops that take a target, a dim, an index and a source."""
     target, dim = call.args[0], call.args[1] % max(call.args[0].ndim, 1)
     return bool(target.ndim) and _was_gathered(call.args[3], dim, target.shape[dim])
 
 
 def _puts_into_rows(call: OpCall) -> bool:
-    """`_is_of_rows` for ``index_put``."""
+    """`_was_gathered` for ``index_put``."""
     target, indices, values = call.args[:3]
     at = [d for d, index in enumerate(indices) if index is not None]
     if len(at) == 1:
@@ -242,7 +242,7 @@ def _puts_into_rows(call: OpCall) -> bool:
 
 
 def _adds_to_table(call: OpCall) -> bool:
-    """`_is_of_rows` for the gradient of an embedding."""
+    """`_was_gathered` for the gradient of an embedding."""
     return any(_was_gathered(call.args[0], d, call.args[2]) for d in range(call.args[0].ndim - 1))
 
 

@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 class _Writes:
-    """How often a storage was written to since it is watched."""
+    """How often a storage has been written to since it was first watched."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 WATCHED: dict[int, weakref.ref[_Writes]] = {}
-"""Write counters by storage; empty unless there are copied views, so that other in-place ops have nothing to do."""
+"""Write counters by storage; empty unless there are copied views, so that in-place ops can skip the look-up."""
 
 
 def _watch(shard: Tensor) -> _Writes:

@@ -1,4 +1,4 @@
-"""Ops that give a tensor other memory (`set_`, `resize_`): the tensor that their argument becomes."""
+"""Ops that replace the memory of a tensor, `set_` and `resize_`: each returns the tensor that its argument becomes."""
 
 from __future__ import annotations
 

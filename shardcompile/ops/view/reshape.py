@@ -97,7 +97,7 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         dst = resolved_shape(dst, _numel(src))
     dst = [1 if not isinstance(e, int) and compat.statically_known_true(e == 1) else e for e in dst]
     if any(isinstance(e, int) and e == 0 for e in dst):
-        return  # the view does not fit, and torch says so
+        return  # the view does not fit, and torch raises the error
     for ins, outs in _merge_unit_dims(match_dims(src, dst)):
         if is_one(src[ins[0]]):
             # Any output dim would do. The nearest one keeps the layout of a view to the same shape, and the order of

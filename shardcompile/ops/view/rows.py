@@ -92,7 +92,7 @@ def sliced_partition(
 
 
 def base_of(partition: Partition, size: IntLike, start: IntLike, step: int) -> Partition | None:
-    """The partition of the `size` rows of which a slice has this partition; None if it does not remember that slice."""
+    """Returns the partition of the `size` rows that were sliced, if a partition records that slice; otherwise None."""
     base = partition.origin
     matches = base is not None and _statically_same((base[0].size, base[1], base[2]), (size, start, step))
     return base[0] if base is not None and matches else None

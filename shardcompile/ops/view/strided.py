@@ -95,7 +95,7 @@ def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], 
 
 
 def strided_view(op: OpOverload) -> Run:
-    """Makes a view op such as `diagonal` of the strides of its result. Torch's own reads the storage offset of `x`."""
+    """Makes the decomposition of a view op such as `diagonal`. Torch's own op reads the storage offset of `x`."""
 
     def view(x: Sharded, *args: object) -> Tensor:
         meta = global_meta(op, (x, *args), {})
