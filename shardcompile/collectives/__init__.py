@@ -1,8 +1,9 @@
 """Functional collectives on local shards of any size.
 
-Each one is an op of the namespace ``shardcompile``: it returns a new tensor, which is complete after a wait, as with
-``_c10d_functional``. It has a fake and an autograd implementation, and stays one node in a graph. Its descriptor says
-all of it: `shardcompile.collectives.descriptor`. Importing its module registers the op and tells the passes about it.
+Each collective is an op of the namespace ``shardcompile``. Like an op of ``_c10d_functional`` it returns a new tensor,
+which is complete after a wait. It has a fake and an autograd implementation, and stays one node in a graph. A
+`shardcompile.collectives.descriptor.Descriptor` holds all that the library knows about it; importing the module of a
+collective registers its op and its descriptor.
 """
 
 import shardcompile.collectives.all_to_all
@@ -30,19 +31,19 @@ from shardcompile.collectives.functional import fetch_ranges as fetch_ranges
 from shardcompile.collectives.functional import receive_shard as receive_shard
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_shards as send_shards
-from shardcompile.collectives.gather_plans import Links as Links
+from shardcompile.collectives.gather_plans import LocalGatherPlan as LocalGatherPlan
 from shardcompile.collectives.gather_plans import Reduction as Reduction
 from shardcompile.collectives.gather_plans import add_rows as add_rows
-from shardcompile.collectives.gather_plans import find_links as find_links
+from shardcompile.collectives.gather_plans import make_gather_plan as make_gather_plan
 from shardcompile.collectives.gather_plans import named_rows as named_rows
 from shardcompile.collectives.gather_plans import reduce_rows as reduce_rows
 from shardcompile.collectives.gather_plans import rows_travel as rows_travel
 from shardcompile.collectives.gather_plans import take_rows as take_rows
-from shardcompile.collectives.hierarchical import Levels as Levels
+from shardcompile.collectives.hierarchical import HierarchicalRoute as HierarchicalRoute
 from shardcompile.collectives.hierarchical import add_copies as add_copies
-from shardcompile.collectives.hierarchical import find_levels as find_levels
-from shardcompile.collectives.hierarchical import return_by_levels as return_by_levels
-from shardcompile.collectives.hierarchical import send_by_levels as send_by_levels
+from shardcompile.collectives.hierarchical import hierarchical_combine as hierarchical_combine
+from shardcompile.collectives.hierarchical import hierarchical_dispatch as hierarchical_dispatch
+from shardcompile.collectives.hierarchical import plan_hierarchical_route as plan_hierarchical_route
 from shardcompile.collectives.infer_partition import symbolic_partition as symbolic_partition
 from shardcompile.collectives.nearest import nearest as nearest
 from shardcompile.collectives.pending import Decoded as Decoded

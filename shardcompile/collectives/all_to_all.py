@@ -1,4 +1,4 @@
-"""From shards of one dim to shards of another."""
+"""All-to-all on uneven shards: moves the sharding of a tensor from one dim to another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.descriptor import Descriptor, Joins
 from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
-from shardcompile.collectives.traffic import Load, Member, Traffic, sent_and_received, size_with, turned
+from shardcompile.collectives.traffic import Load, Member, Traffic, resharded, sent_and_received, size_with
 from shardcompile.sharding import GroupPartition, IntLike
 
 
@@ -20,14 +20,14 @@ class AllToAllV(NamedTuple):
     """Arguments of `all_to_all_v`.
 
     Attributes:
-        input: this rank's local shard of the one dim.
-        src_dim: the dim that is sharded.
+        input: the local shard, sharded along `src_dim`.
+        src_dim: the dim that is sharded before.
         dst_dim: the dim that is sharded afterwards.
-        total: what the shards of `src_dim` add up to.
-        shard: how many rows of `dst_dim` this rank gets.
-        src: the shards of `src_dim`.
-        dst: the shards of `dst_dim`.
-        group_name: the ranks.
+        total: global size of `src_dim`.
+        shard: local shard size of `dst_dim` in the result.
+        src: the partition of `src_dim`.
+        dst: the partition of `dst_dim`.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -79,12 +79,12 @@ ALL_TO_ALL_V = Descriptor(
     sizes=lambda a: {a.src_dim: a.total, a.dst_dim: a.shard},
     adjoint=_adjoint,
     inverse=lambda a, back: _swap(a, back.input, back.total, back.shard),
-    members=lambda a, n: [turned(a.input, (a.src_dim, a.dst_dim), (a.total, a.shard), (a.src, a.dst), n)],
+    members=lambda a, n: [resharded(a.input, (a.src_dim, a.dst_dim), (a.total, a.shard), (a.src, a.dst), n)],
     traffic=_traffic,
     whole=lambda a: size_with(a.input, a.src_dim, a.total),
     source=lambda a: (a.total, a.src),
     joins=Joins("all_to_all_bucket", lambda a: [a.src, a.dst], Load.of_exchange, uneven=True),
-    states=("dim", "sharded of", "to dim", "in", "other sizes"),
+    states=("dim", "shard sizes", "to dim", "shard sizes", "other sizes"),
     told=True,
     as_integers=True,
 )

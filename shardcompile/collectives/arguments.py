@@ -1,7 +1,7 @@
-"""The arguments of an op by name. A named tuple is the op's signature, and holds the arguments of a call.
+"""Signatures of ops as named tuples: the type is the signature, and an instance holds the arguments of one call.
 
-One such record serves everywhere: at run time with tensors and numbers in it, in a trace with fake tensors and symbols,
-in a graph with nodes.
+The same record type serves at run time (tensors and ints), in a trace (fake tensors and symbols), and in a graph
+(nodes).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _TYPES: dict[Any, str] = {
 
 
 class Signature(Generic[A]):
-    """How records of one type are written as an op's arguments.
+    """Converts records of one type to the flat arguments of an op, and back.
 
     Args:
-        record: a `NamedTuple`, of which the types of fields say those of arguments. A field that is a `GroupPartition`
-            is three arguments, of which the names begin with the field's name, unless that is ``partition``; a list of
-            partitions is four.
+        record: a `NamedTuple` whose field types determine the schema. A field of type `GroupPartition` becomes three
+            arguments, whose names begin with the field's name unless that is ``partition``; a list of partitions
+            becomes four.
 
     Attributes:
-        record: the type.
-        tensors: which of the op's arguments are tensors, lists of them left out.
+        record: the record type.
+        tensors: positions of the op's arguments that are tensors; lists of tensors are not included.
     """
 
     def __init__(self, record: type[A]) -> None:
@@ -68,24 +68,24 @@ class Signature(Generic[A]):
 
     @property
     def schema(self) -> str:
-        """The arguments as an op's schema has them."""
+        """The argument list of the op's schema."""
         return ", ".join(_schema(name, hint) for name, hint in self._hints.items())
 
     def read(self, arguments: Sequence[Any]) -> A:
-        """The record that an op's arguments say."""
+        """Returns the record for an op's flat arguments."""
         if not self._partitions:
             return self.record(*arguments)
         fields = list(arguments)
-        for at, (width, read, _) in self._partitions:  # each is one field by then
+        for at, (width, read, _) in self._partitions:  # the fields before are already one entry each
             fields[at : at + width] = [read(fields[at : at + width])]
         return self.record(*fields)
 
     def write(self, record: A) -> tuple[object, ...]:
-        """A record as an op's arguments."""
+        """Returns a record as the op's flat arguments."""
         if not self._partitions:
             return record
         arguments: list[object] = list(record)
-        for at, (_, _, write) in self._partitions_from_last:  # those before it have their places still
+        for at, (_, _, write) in self._partitions_from_last:  # from the last: positions before it stay valid
             arguments[at : at + 1] = write(record[at])
         return tuple(arguments)
 
@@ -96,7 +96,7 @@ _PARTS: dict[Any, _Part] = {
     GroupPartition: (PARTITION_WIDTH, read_partition, write_partition),
     list[GroupPartition]: (PARTITIONS_WIDTH, read_partitions, write_partitions),
 }
-"""By a field's type: how many arguments it is, how it is read, and how it is written."""
+"""Maps the type of a field to its number of arguments, its reader and its writer."""
 
 
 def _schema(name: str, hint: object) -> str:
@@ -106,7 +106,7 @@ def _schema(name: str, hint: object) -> str:
 
 
 def map_arguments(function: Callable[[Any], object], record: A) -> A:
-    """A record with a function applied to all that is in it, in lists and partitions as well."""
+    """Applies a function to every leaf of a record, also within lists and partitions."""
     return type(record)(*(_map(function, field) for field in record))
 
 

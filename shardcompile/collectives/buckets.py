@@ -1,9 +1,9 @@
-"""Several collectives of one group as one: a message for each peer, in place of one for each peer and member.
+"""Bucketed collectives: several collectives of one group as one, with one message per peer instead of one per peer and
+member.
 
-What the passes put in place of single collectives. Each rank packs its shards one after the other, whatever their
-sizes, so that nothing is padded; the result holds the members one after the other, each as its own collective would
-have given it, flat and rows first. All-gathers of several dtypes are gathered as bytes. No gradients: passes run when
-these are traced.
+The passes replace single collectives by these. Each rank packs its shards one after the other without padding. The
+result is flat and holds the results of the members one after the other, each with the sharded dim first. All-gathers of
+several dtypes are gathered as bytes. There are no gradients, since passes run after autograd has been traced.
 
 The partitions of all members are one list, see `shardcompile.sharding.arguments`.
 """
@@ -29,23 +29,23 @@ from shardcompile.collectives.traffic import (
     exchanged_in_a_bucket,
     gathered,
     gathered_in_a_bucket,
+    resharded,
     scattered,
     scattered_in_a_bucket,
     size_with,
-    turned,
 )
 from shardcompile.diagnosis import Call
 from shardcompile.sharding import GroupPartition, IntLike
 
 _FEW_BYTES = 2**18
-"""What a rank sends in so few bytes takes less time than to look at its members one by one from Python."""
+"""Up to so many bytes, sending takes less time than handling the members one by one in Python."""
 
 _LONG_UNIT = 64
-"""Bytes that are copied at once for about the price of copying one."""
+"""Bytes that can be copied together for about the cost of copying one."""
 
 
 class AllGatherBucket(NamedTuple):
-    """Arguments of `all_gather_bucket`: of each member those of `all_gather_v`."""
+    """Arguments of `all_gather_bucket`: for each member those of `all_gather_v`."""
 
     inputs: list[Tensor]
     dims: list[int]
@@ -55,7 +55,7 @@ class AllGatherBucket(NamedTuple):
 
 
 class ReduceScatterBucket(NamedTuple):
-    """Arguments of `reduce_scatter_bucket`: of each member those of `reduce_scatter_v`."""
+    """Arguments of `reduce_scatter_bucket`: for each member those of `reduce_scatter_v`."""
 
     inputs: list[Tensor]
     dims: list[int]
@@ -66,7 +66,7 @@ class ReduceScatterBucket(NamedTuple):
 
 
 class AllToAllBucket(NamedTuple):
-    """Arguments of `all_to_all_bucket`: of each member both dims, the total and the shard, and both partitions."""
+    """Arguments of `all_to_all_bucket`: for each member both dims, global and local size, and both partitions."""
 
     inputs: list[Tensor]
     dims: list[int]
@@ -76,26 +76,26 @@ class AllToAllBucket(NamedTuple):
 
 
 def bucket_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype in which members of these dtypes are gathered together: bytes, unless they have one."""
+    """Returns the dtype in which the members are gathered: their common dtype, or uint8 if they differ."""
     return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
 
 
 def _width(shape: Sequence[Any], itemsize: int, dtype: torch.dtype, *without: int) -> Any:
-    """Elements of `dtype` in a row of a tensor: in what its other dims hold."""
+    """Returns the number of `dtype` elements in one row: the product of all dims but `without`."""
     return math.prod(s for d, s in enumerate(shape) if d not in without) * (itemsize // dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Lengths of the pieces of a bucket, in elements of its dtype.
+    """How a bucket is divided into pieces, one per member and rank. Lengths are in elements of the bucket's dtype.
 
     Attributes:
         counts: counts[member][rank].
         by_rank: counts[rank][member].
-        shares: of each rank, all members together.
+        shares: total of each rank over all members.
         unit: a common divisor of all counts.
-        order: of the units that the ranks send, one rank after the other, the numbers in the order of the members,
-            int32; None where the pieces are better joined one by one.
+        order: indices of units of the gathered buffer (ordered by rank, then member) in the order of the result
+            (ordered by member, then rank), int32; None where the pieces are better concatenated one by one.
     """
 
     counts: list[list[int]]
@@ -106,7 +106,7 @@ class _Plan:
 
 
 _Key = tuple[tuple[int, ...], int, tuple[int, ...]]
-"""A partition that can be looked up."""
+"""A hashable partition."""
 
 
 def _keys(partitions: Sequence[GroupPartition]) -> tuple[_Key, ...]:
@@ -125,20 +125,20 @@ def _plan_of(
     ranks: int,
     holder: int | None,
 ) -> _Plan:
-    """The pieces of a bucket, after checking that the tensors are what the layouts say.
+    """Divides a bucket into pieces, after checking the input shapes against the layouts.
 
-    Kept, because a bucket of many small members takes longer to divide than to send.
+    Cached, because dividing a bucket of many small members takes longer than sending it.
 
     Args:
         what: the op, for messages.
-        shapes: of the inputs.
-        dtypes: of the inputs.
-        dtype: of the bucket.
-        dims: that are sharded.
-        totals: their sizes; None for those that the inputs have.
-        partitions: of the members.
-        ranks: in the group.
-        holder: this rank, if the inputs are its shards.
+        shapes: shapes of the inputs.
+        dtypes: dtypes of the inputs.
+        dtype: dtype of the bucket.
+        dims: sharded dim of each member.
+        totals: global sizes of these dims; None to take them from the inputs.
+        partitions: partitions of the members.
+        ranks: size of the group.
+        holder: this rank if the inputs are local shards; None if they are full tensors.
     """
     counts = []
     for n, (shape, dim, (sizes, key, grouping)) in enumerate(zip(shapes, dims, partitions, strict=True)):
@@ -157,7 +157,7 @@ def _plan_of(
 
 
 def _order(counts: Sequence[Sequence[int]], unit: int) -> Tensor:
-    """Numbers of units in the order of members, then ranks, where pieces lie in the order of ranks, then members."""
+    """Returns the indices that reorder units from (rank, member) order to (member, rank) order."""
     lengths = torch.tensor(counts, device="cpu") // unit
     by_rank = lengths.t().reshape(-1)
     starts = (by_rank.cumsum(0) - by_rank).view(lengths.t().shape).t().reshape(-1)
@@ -168,12 +168,12 @@ def _order(counts: Sequence[Sequence[int]], unit: int) -> Tensor:
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
-    """The elements of a tensor, flat, `dim` first."""
+    """Returns the elements of a tensor as a flat tensor, with `dim` outermost."""
     return transport.rows_first(x, dim).view(-1)
 
 
 def _transpose(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Pieces [a][b] as one list in the order (b, a)."""
+    """Flattens pieces[a][b] into one list in the order (b, a)."""
     return [piece for column in zip(*pieces, strict=True) for piece in column]
 
 
@@ -211,11 +211,11 @@ def _gather(a: AllGatherBucket) -> Tensor:
 
 
 def _pack(pieces: list[Tensor], numel: int) -> Tensor:
-    """Flat pieces one after the other, borrowed.
+    """Concatenates flat pieces into borrowed memory.
 
     Args:
-        pieces: of one dtype.
-        numel: of all of them.
+        pieces: flat tensors of one dtype.
+        numel: number of elements in all of them.
     """
     return torch.cat(pieces, out=scratch.borrow(numel, pieces[0]))
 
@@ -229,16 +229,16 @@ def _unpack_later(
     by_rank: Sequence[Sequence[int]],
     borrowed: Sequence[Tensor],
 ) -> Tensor:
-    """The result of a bucket, which is complete after its wait: what came, member after member.
+    """Returns the result of a bucket, complete after its wait: the received pieces, member after member.
 
     Args:
-        call: what the messages belong to.
-        works: that write into `received`.
-        own: what this rank keeps.
-        received: what each rank sends, one after the other; the place of this rank is not read.
-        shares: elements of `received` from each rank.
-        by_rank: by_rank[rank][member] is how many of them belong to a member.
-        borrowed: what is given back in the end.
+        call: the recorded call that the messages belong to.
+        works: works that write into `received`.
+        own: the share of this rank.
+        received: the shares of all ranks, one after the other; the range of this rank is not read.
+        shares: number of elements in the share of each rank.
+        by_rank: by_rank[rank][member] of these belong to a member.
+        borrowed: scratch memory to give back in the end.
     """
     out = torch.empty_like(received)
     shards = list(received.split(shares))
@@ -251,7 +251,7 @@ def _unpack_later(
 def _order_later(
     call: Call, works: Sequence[Work], received: Tensor, order: Tensor, unit: int, borrowed: Sequence[Tensor]
 ) -> Tensor:
-    """As `_unpack_later`, by the units' numbers: one call, whatever the number of pieces."""
+    """Like `_unpack_later`, but reorders units by one `index_select`, whatever the number of pieces."""
     out = torch.empty_like(received)
 
     def unpack() -> None:
@@ -263,7 +263,7 @@ def _order_later(
 def _fill_later(
     out: Tensor, call: Call, works: Sequence[Work], fill: Callable[[], object] | None, borrowed: Sequence[Tensor]
 ) -> Tensor:
-    """A tensor that is complete after its wait: works done, it is filled if needed, and what was borrowed goes back."""
+    """Returns `out`, complete after its wait, which runs `fill` after the works and gives back borrowed memory."""
 
     def finish() -> None:
         if fill is not None:
@@ -337,8 +337,8 @@ def _fake_scatter(a: ReduceScatterBucket) -> Tensor:
     return a.inputs[0].new_empty([sum(b * _width(x.shape, x.dtype.itemsize, x.dtype, d) for x, d, b in rows)])
 
 
-def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupPartition]]]:
-    """The tensor, dims, sizes and partitions of each member."""
+def _split_members(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupPartition]]]:
+    """Returns the tensor, dims, sizes and partitions of each member."""
     return [
         (x, a.dims[i : i + 2], a.sizes[i : i + 2], a.partitions[i : i + 2])
         for i, x in zip(range(0, len(a.dims), 2), a.inputs, strict=True)
@@ -346,8 +346,8 @@ def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[G
 
 
 def _fake_exchange(a: AllToAllBucket) -> Tensor:
-    turns = _turns(a)
-    lengths = (math.prod(sizes) * _width(x.shape, x.dtype.itemsize, x.dtype, *dims) for x, dims, sizes, _ in turns)
+    members = _split_members(a)
+    lengths = (math.prod(sizes) * _width(x.shape, x.dtype.itemsize, x.dtype, *dims) for x, dims, sizes, _ in members)
     return a.inputs[0].new_empty([sum(lengths)])
 
 
@@ -379,9 +379,9 @@ ALL_TO_ALL_BUCKET = Descriptor(
     AllToAllBucket,
     _exchange,
     fake=_fake_exchange,
-    members=lambda a, n: [turned(*turn, n) for turn in _turns(a)],
+    members=lambda a, n: [resharded(*member, n) for member in _split_members(a)],
     traffic=lambda members, n: exchanged_in_a_bucket(Load.of_exchange(members, n)),
-    whole=lambda a: sum(size_with(x, dims[0], sizes[0]) for x, dims, sizes, _ in _turns(a)),
+    whole=lambda a: sum(size_with(x, dims[0], sizes[0]) for x, dims, sizes, _ in _split_members(a)),
     states=("shares",),
     told=True,
 )

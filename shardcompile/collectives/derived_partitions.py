@@ -1,4 +1,6 @@
-"""Partitions that follow from others, such as that of a slice; inside a trace by an op that works them out at run
+"""Partitions derived from other partitions, such as that of a slice.
+
+In eager code they are computed at once. Inside a trace, where shard sizes may be unbacked, an op derives them at run
 time.
 """
 
@@ -16,68 +18,71 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.sharding import DERIVATIONS, IntLike, Layout, Partition, sizes_of_key
 
-_SIZES, _KEY, _CHUNK, _WHOLE = range(4)
-"""How a partition is written as numbers: with the all shard sizes, the key of a dynamic partition, an size that
-torch.chunk divides, or an size that is not divided."""
+_SIZES, _KEY, _CHUNK, _REPLICATED = range(4)
+"""Tags of the encoding of a partition as ints: all shard sizes, the key of a dynamic partition, a size that torch.chunk
+divides, or the size of a replicated dim."""
 
 
 def derive(
     how: str, partitions: Sequence[Partition | IntLike], numbers: Sequence[IntLike], size: IntLike, mesh: DeviceMesh
 ) -> tuple[Partition, IntLike]:
-    """The partition that follows from others over the same mesh dims.
+    """Derives a partition from others over the same mesh dims.
 
     Args:
-        how: one of `DERIVATIONS`.
-        partitions: what it follows from; an size stands for a dim that is whole on every rank.
-        numbers: the function's other arguments.
+        how: the derivation, a key of `DERIVATIONS`.
+        partitions: the partitions that it is derived from; an int or a symbol stands for a replicated dim of that size.
+        numbers: the other arguments of the derivation.
         size: global size of the result.
         mesh: the mesh.
 
     Returns:
-        The partition, and the row number that the function gives for this rank's local shard. Inside a trace, where
-        the sizes are not known, both hold symbols.
+        The partition, and the row index that the derivation yields for the local shard. Inside a trace, where the sizes
+        are not static, both hold symbols.
     """
     like = next(c for c in partitions if isinstance(c, Partition))
     for c in partitions:
         if isinstance(c, Partition):
             c.check_one_segment()
-    if isinstance(size, int) and size == 0:  # a trace would learn that its shard is 0, and take that for a guess
+    if isinstance(size, int) and size == 0:  # a trace would specialise on the local shard size 0
         return Partition.of_sizes(like.mesh_dims, like.parts, (0,) * math.prod(like.parts), "fixed"), 0
-    known = all(isinstance(c, int) if not isinstance(c, Partition) else c.shards is not None for c in partitions)
-    if known and all(isinstance(n, int) for n in numbers):
+    static = all(isinstance(c, int) if not isinstance(c, Partition) else c.shards is not None for c in partitions)
+    if static and all(isinstance(n, int) for n in numbers):
         sizes, rows = DERIVATIONS[how](
             [c.sizes if isinstance(c, Partition) else (int(c),) for c in partitions], *numbers
         )
-        fixed = all(c.kind == "fixed" for c in partitions if isinstance(c, Partition)) or compat.is_compiling()
-        partition = Partition.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if fixed else "dynamic")
-        return _remembering(like, partition), rows[partition.shard_index(compat.coordinate(mesh) or ())]
+        is_static = all(c.kind == "fixed" for c in partitions if isinstance(c, Partition)) or compat.is_compiling()
+        partition = Partition.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if is_static else "dynamic")
+        return _with_origin(like, partition), rows[partition.shard_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in partitions for n in _code(c)]
     key, shard, row = _symbols(how, list(numbers), code, list(like.parts), groups, size)
-    return _remembering(like, Partition.traced(like.mesh_dims, like.parts, size, key, shard)), row
+    return _with_origin(like, Partition.traced(like.mesh_dims, like.parts, size, key, shard)), row
 
 
-def _remembering(like: Partition, partition: Partition) -> Partition:
-    """A partition that follows from `like`, with what that one says of why it was chosen."""
+def _with_origin(like: Partition, partition: Partition) -> Partition:
+    """Copies to a derived partition what `like` records about why it was chosen."""
     return replace(partition, home=like.home, makeshift=like.makeshift)
 
 
 def derive_spread(
     partition: Partition, begin: IntLike, step: int, size: IntLike, mesh: DeviceMesh
 ) -> tuple[Partition, IntLike]:
-    """The partition of `size` rows of which row ``begin + i * step`` is row i of a partition, and where this rank's
-    first one is.
+    """Derives the partition of `size` rows of which row ``begin + i * step`` is row i of `partition`.
 
-    New rows stay with the row before them. If none come between two rows of the partition, the result remembers it.
+    New rows are held by the rank that holds the row before them. With a step of 1 the result remembers `partition`.
+
+    Returns:
+        The partition, and the index of the first row of the local shard.
     """
     found, row = derive("spread", [partition], [begin, step, size], size, mesh)
     return (replace(found, core=(partition, begin)) if step == 1 else found), row
 
 
 def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
-    """Size of this rank's local shard of a partition; inside a trace a symbol, the same one wherever it is asked for.
+    """Returns the local shard size of a partition; inside a trace a symbol, the same one for every call.
 
-    That of an input, if one is sharded identically, since the compiler does not know that another one is equal to it.
+    If an input is identically sharded, it is the symbol of that input: the compiler could not know that another symbol
+    is equal to it.
     """
     if partition.shard is not None or partition.shards is not None:
         return partition.local_size(compat.coordinate(mesh) or ())
@@ -86,36 +91,36 @@ def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
             if of_input.kind == "chunk" or of_input.guard_chunked():
                 return compat.retrace([of_input.shard])[0]  # type: ignore[no-any-return]
     shard = derive("located", [replace(partition, runs=1)], [], partition.size, mesh)[0].shard
-    if shard is None:  # of a dim without rows the shards are known
+    if shard is None:  # the shards of a dim without rows are static
         return 0
     return shard
 
 
 def local_shape_of(layout: Layout) -> tuple[IntLike, ...]:
-    """Shape of this rank's local shard; inside a trace with the symbols of `shard_size`."""
+    """Returns the shape of the local shard; inside a trace with the symbols of `shard_size`."""
     return tuple(
         n if c is None else shard_size(c, layout.mesh) for n, c in zip(layout.shape, layout.partitions, strict=True)
     )
 
 
 def note_partition(partition: Partition, mesh: DeviceMesh) -> None:
-    """Inside a trace: have `shard_size` use the local shard of this partition of an input for chunked ones.
+    """Inside a trace: registers the partition of an input, whose symbol `shard_size` uses for equal chunked partitions.
 
-    A gradient is no such input if the trace itself has made a shard of its size: the forward graph comes before it.
+    A gradient is not registered if the trace itself has made its shard size: the forward graph comes before it.
     """
     if isinstance(partition.shard, torch.SymInt) and not compat.is_unbacked(partition.shard):
         compat.note_input(_name(partition, mesh), partition.shard, partition)
 
 
 def _name(partition: Partition, mesh: DeviceMesh) -> tuple[Any, ...]:
-    """What partitions have in common that may be the same one."""
+    """Returns the key under which partitions that may be equal are registered."""
     groups = tuple(compat.group_name_of(mesh, m) for m in partition.mesh_dims)
     return groups, compat.expression_of(partition.size), compat.expression_of(partition.scale)
 
 
 def _code(partition: Partition | IntLike) -> list[IntLike]:
     if not isinstance(partition, Partition):
-        return [_WHOLE, partition]
+        return [_REPLICATED, partition]
     if partition.kind == "chunk":
         return [_CHUNK, partition.size, partition.scale]
     if partition.kind == "dynamic" and partition.shards is None:
@@ -127,7 +132,7 @@ def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
     partitions: list[tuple[int, ...]] = []
     rest = iter(code)
     for kind in rest:
-        if kind == _WHOLE:
+        if kind == _REPLICATED:
             partitions.append((next(rest),))
         elif kind == _CHUNK:
             size, scale = next(rest), next(rest)
@@ -147,12 +152,12 @@ def _symbols(
             found = torch.ops.shardcompile.derive_partition(how, numbers, code, parts, groups)
             return [n.item() for n in found.unbind()]
 
-    asked = (how, groups, *(compat.expression_of(n) for n in (*numbers, -1, *code)))
-    key, shard, row = compat.once_in_trace(asked, make)
+    cache_key = (how, groups, *(compat.expression_of(n) for n in (*numbers, -1, *code)))
+    key, shard, row = compat.once_in_trace(cache_key, make)
     for size in (shard, row):
         torch._check(size >= 0)
     if isinstance(dim_size, int) or compat.expression_of(dim_size).is_symbol:
-        # Inductor may not know the symbols of a formula when it writes the check down: no tensor of a shard has them.
+        # Inductor may not know the symbols of a formula when it emits the check: no local shard has them as a size.
         torch._check(shard <= dim_size)
     return key, shard, row
 
@@ -160,7 +165,7 @@ def _symbols(
 def _derive_partition(
     how: str, numbers: list[int], partitions: list[int], parts: list[int], group_names: str
 ) -> Tensor:
-    """Key of the derived partition, this rank's local shard size and row number: [3], int64, on the CPU."""
+    """Returns key of the derived partition, local shard size and row index: [3], int64, on the CPU."""
     sizes, rows = DERIVATIONS[how](_decode(partitions, parts), *numbers)
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):

@@ -1,10 +1,10 @@
-"""One descriptor for each functional collective: all that the rest of the library knows about it.
+"""Descriptors of functional collectives: all that the rest of the library knows about each of them.
 
-Conventions. Sizes of outputs are passed as symbols, so that no op has to invent one. The payload comes first and the
-group's name last, as Inductor expects of a collective. Results are complete after a wait. Many results are like the
-payload but for the sizes of some dims. Such a result is one flat tensor, the rows of the first of these dims one
-after the other, so that rows arrive in place. `Pending` gives it its shape after the wait. (With a shape, Inductor
-would have to compare symbolic strides at the wait, and would specialise on the size of this rank's local shard.)
+Conventions. Sizes of outputs are passed as symbols, so that no op has to create one. The payload comes first and the
+group name last, as Inductor expects of a collective. Results are complete after a wait. Many results differ from the
+payload only in the sizes of some dims. Such a result is one flat tensor with the first of these dims outermost, so that
+rows are received in place; `Pending` gives it its shape after the wait. (With a shape, Inductor would have to compare
+symbolic strides at the wait, and would specialise on the local shard size.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardcompile.sharding import GroupPartition, carrier_of
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 
 Shape = Any
-"""The shape of a payload, or a list of the shapes of several."""
+"""The shape of a payload, or a list of shapes."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Joins(Generic[A]):
 
     Attributes:
         bucket: the kind of the bucket that it joins.
-        partitions: its partitions as the bucket's op has them; None where the whole record is written into the
-            bucket's.
-        load: what each rank has of such collectives.
-        uneven: whether a rank may have more than another.
+        partitions: its partitions in the order of the bucket's arguments; None where the bucket's record holds the
+            entire record of each member.
+        load: the bytes of each rank in such collectives.
+        uneven: whether the loads of ranks may differ.
     """
 
     bucket: str
@@ -51,40 +51,42 @@ class Joins(Generic[A]):
 
 @dataclass(frozen=True, eq=False)
 class Descriptor(Generic[A]):
-    """A collective, or an op on local shards that goes with collectives.
+    """A collective, or an op on local shards that belongs to the collectives.
 
-    Functions of arguments get a record as `arguments` says. When passes call them, it holds fake tensors and symbols.
-    There are two exceptions: `inverse` gets nodes of a graph; `sizes` and `Joins.partitions` get nodes in place of
-    symbols while a bucket is made.
+    Its functions take a record of type `arguments`. When passes call them, the record holds fake tensors and symbols,
+    with two exceptions: `inverse` takes nodes of a graph; `sizes` and `Joins.partitions` take nodes in place of symbols
+    while a bucket is made.
 
     Attributes:
         kind: its name.
         arguments: a `NamedTuple` type: the names and types of its arguments, see `Signature`.
-        run: starts it; None if it is torch's own.
-        sizes: of the result along the dims in which it is not like the payload; its rows are along the first of them.
-            None of results that are not made of rows like the payload's.
-        fake: what it returns, on fake tensors; None if `sizes` tells.
-        adjoint: given the arguments, but for the payload, the payload's shape and the result's gradient in the result's
-            shape: the payload's gradient. None if there is none.
-        inverse: given the arguments, and those of a collective of the same kind that gets the result: the arguments
-            that it has if it undoes the first one. None if there is no inverse, or if there is none of these arguments.
-        members: what the ranks put in and get, for each payload, given how many they are, or None if that is not known.
-            None if all put in and get tensors of one shape.
-        traffic: what it moves. None if it has no price.
-        whole: bytes of the tensor that the ranks hold together, or that each of them gets, halos not counted. None if
-            that is the payload's size.
-        source: what is sharded, and its partition, or the first of two. None if there is no partition, or none is
-            known.
+        run: starts the collective; None if it is torch's own.
+        sizes: sizes of the result along the dims in which it differs from the payload; the first of them is outermost
+            in the flat result. None if the result is not shaped like the payload.
+        fake: the fake implementation; None if it follows from `sizes`.
+        adjoint: returns the gradient of the payload, given the arguments without the payload, the payload's shape and
+            the gradient of the result in its final shape. None if there is none.
+        inverse: given the arguments of a collective and those of another of the same kind that takes its result,
+            returns the arguments with which the second undoes the first. None if there is no inverse, or returns None
+            if these arguments have none.
+        members: shards that the ranks put in and get, for each payload, given the group size, or None if that is not
+            known. None if all ranks put in and get tensors of one shape.
+        traffic: the bytes that it moves, for the cost model. None if it has no cost.
+        whole: bytes of the global tensor that the ranks hold together, or that each of them gets, without halos. None
+            if that is the size of the payload.
+        source: the size of the sharded dim and its partition, or the first of two. None if there is no partition;
+            returns None if it is not static.
         joins: how it takes part in a bucket. None if it does not.
-        states: what it states to `shardcompile.diagnosis`, for messages.
+        states: labels of what it states to `shardcompile.diagnosis`, for messages.
         communicates: whether it sends anything.
-        of_one_rank: whether a graph tells what this rank puts in only. What all of them do is taken for as much from
-            each.
-        told: whether its arguments tell the bytes of the whole, not the payload alone.
-        moves_rows: whether rows go from one rank to others.
-        as_integers: whether it only copies elements: those of a dtype that kernels hardly know go as integers.
-        returns: type of what it returns.
-        overloads: the ops that are of this kind; ours, if there is one, is the first.
+        of_one_rank: whether a graph knows only what this rank puts in. The traffic is then estimated as if all ranks
+            put in as much.
+        told: whether the bytes of the global tensor follow from its arguments, not the payload's alone.
+        moves_rows: whether rows move from one rank to others.
+        as_integers: whether it only copies elements, so that elements of dtypes that few kernels support can travel as
+            integers.
+        returns: return type in the schema.
+        overloads: the ops of this kind; shardcompile's own, if there is one, is the first.
     """
 
     kind: str
@@ -120,44 +122,44 @@ class Descriptor(Generic[A]):
 
     @property
     def signature(self) -> Signature[A]:
-        """How its arguments are written."""
+        """The conversion between its records and the op's flat arguments."""
         return self._signature  # type: ignore[attr-defined,no-any-return]
 
     @property
     def target(self) -> Any:
-        """The op: ours, or of torch's own the usual one."""
+        """The op: shardcompile's own, or torch's usual overload."""
         return self.overloads[0]
 
     @property
     def packet(self) -> Any:
-        """The op's packet."""
+        """The overload packet of the op."""
         return self.target.overloadpacket
 
     def call(self, arguments: A) -> Any:
-        """Call the op, if it is ours."""
+        """Calls the op, which must be shardcompile's own."""
         return self.packet(*self.signature.write(arguments))
 
     def start(self, arguments: A) -> Pending:
-        """Start a collective with `sizes`."""
-        assert self.sizes is not None, f"{self.kind} says no sizes"
+        """Starts a collective that has `sizes`."""
+        assert self.sizes is not None, f"{self.kind} has no sizes"
         flat = self.call(arguments)
         rows, first = rows_of(arguments[0].shape, self.sizes(arguments))
         return Pending(flat, rows, first)
 
     def enter(self, group: ProcessGroup, dtype: torch.dtype, *stated: object, of: str = "") -> Call:
-        """State a collective before anything is sent: what `states` says, the same on every rank.
+        """Records a collective before anything is sent. What is stated is rank-invariant.
 
         Args:
-            group: the ranks.
-            dtype: of the elements.
-            stated: numbers, or sequences of them.
+            group: the process group.
+            dtype: dtype of the elements.
+            stated: ints or sequences of ints, one for each label in `states`.
             of: the reduction.
         """
         kind = f"{self.kind} ({of})" if of else self.kind
         return diagnosis.enter(group, kind, dtype, self.states, *stated)
 
     def members_of(self, arguments: A, ranks: int | None) -> list[Member]:
-        """`members`, or payloads of one shape on all ranks."""
+        """Returns `members`, by default payloads of one shape on all ranks."""
         if self.members is not None:
             return self.members(arguments, ranks)
         return [Member(None, None, nbytes_of(x)) for x in payloads_of(arguments)]
@@ -167,35 +169,35 @@ class Descriptor(Generic[A]):
 
 
 _BY_ID: dict[int, Descriptor[Any]] = {}
-"""By the op's id: torch hashes ops in Python, and every pass asks about every node. Ops live as long as the process."""
+"""Keyed by the id of the op: torch hashes ops in Python, and every pass looks up every node. Ops are never freed."""
 
 STARTS: set[int] = set()
-"""The ids of ops that start a collective: asked of every node by every pass, so that a call would cost too much."""
+"""Ids of the ops that start a collective. A set, since every pass tests every node, and a call would cost too much."""
 
 _ALL: list[Descriptor[Any]] = []
 
 
 def descriptors() -> Iterable[Descriptor[Any]]:
-    """All there are."""
+    """Returns all descriptors."""
     return tuple(_ALL)
 
 
 def descriptor_of(op: object) -> Descriptor[Any] | None:
-    """The descriptor of what a node calls, or None."""
+    """Returns the descriptor of the op that a node calls, or None."""
     return _BY_ID.get(id(op))
 
 
 def payloads_of(arguments: A) -> list[Any]:
-    """The tensors that this rank puts in: one, but for the coalesced forms and buckets."""
+    """Returns the tensors that this rank puts in: one, or several for coalesced collectives and buckets."""
     first = arguments[0]
     return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
 def rows_of(shape: Sequence[object], sizes: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
-    """The shape of a result with its rows first, and the dim that they are along.
+    """Returns the shape of a result with its first changed dim outermost, and that dim.
 
     Args:
-        shape: of the payload.
+        shape: shape of the payload.
         sizes: see `Descriptor`.
     """
     first = next(iter(sizes))
@@ -215,10 +217,10 @@ def _fake(descriptor: Descriptor[A]) -> Callable[[A], Any]:
 
 
 def _define(descriptor: Descriptor[A]) -> object:
-    """Make a descriptor's op."""
+    """Defines the op of a descriptor."""
     name, signature, run = descriptor.kind, descriptor.signature, descriptor.run
     assert run is not None
-    # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
+    # Not capturable in CUDA graphs: the host decides at run time which rows move.
     tags = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
     _LIBRARY.define(f"{name}({signature.schema}) -> {descriptor.returns}", tags=tags)
     start = _carried(run) if descriptor.as_integers else run
@@ -243,7 +245,7 @@ def _define(descriptor: Descriptor[A]) -> object:
 
 
 def _carried(run: Callable[[A], Tensor]) -> Callable[[A], Tensor]:
-    """A collective that moves elements which are not ordinary as integers of their size."""
+    """Wraps a collective so that elements of dtypes without full kernel support travel as integers of their size."""
 
     def start(arguments: A) -> Tensor:
         payload: Tensor = arguments[0]
@@ -256,8 +258,8 @@ def _carried(run: Callable[[A], Tensor]) -> Callable[[A], Tensor]:
 
 
 def _context_saver(descriptor: Descriptor[A]) -> Callable[..., None]:
-    """What a call leaves for its backward pass: the payload's shape, and the other arguments."""
-    tensors = [at for at in descriptor.signature.tensors if at]  # known once for all calls: eager ones are short
+    """Returns the function that saves the payload's shape and the other arguments for the backward pass."""
+    tensors = [at for at in descriptor.signature.tensors if at]  # once for all calls: eager calls are short
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         first, *ctx.rest = inputs
@@ -276,11 +278,11 @@ def _backward(descriptor: Descriptor[A]) -> Callable[..., tuple[Any, ...]]:
     tensors = [at for at in signature.tensors if at]
 
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        given = [None, *ctx.rest]
+        flat_arguments = [None, *ctx.rest]
         if tensors:
             for at, tensor in zip(tensors, ctx.saved_tensors, strict=True):
-                given[at] = tensor
-        arguments = signature.read(given)
+                flat_arguments[at] = tensor
+        arguments = signature.read(flat_arguments)
         if sizes is not None:
             grad = Pending(grad, *rows_of(ctx.shape, sizes(arguments))).result()
         return (adjoint(arguments, ctx.shape, grad), *[None] * len(ctx.rest))

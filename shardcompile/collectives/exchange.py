@@ -1,4 +1,4 @@
-"""A rank's part in a collective in which rows go from those that hold them to those that want them."""
+"""The messages of one rank in a collective that moves rows from the ranks that hold them to those that want them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardcompile.collectives.transport import Message
 
 
 class Exchange(NamedTuple):
-    """What a rank sends and gets. What it has itself of its result is in place before anything is sent.
+    """The messages that a rank sends and receives. The part of the result that is local is in place before.
 
     Attributes:
         out: the result, flat.
-        sends: the messages that go.
-        receives: those that come: where they are written.
+        sends: messages to send.
+        receives: messages to receive, each into its part of the result or of scratch memory.
         stated: what the rank states, see `Descriptor.states`.
-        then: the last step, after all messages; None if the result is complete with them.
+        then: a last local step after all messages; None if the result is complete without.
     """
 
     out: Tensor
@@ -32,11 +32,11 @@ class Exchange(NamedTuple):
     then: Callable[[], object] | None = None
 
     def start(self, of: Descriptor[A], group_name: str) -> Tensor:
-        """Start it as a collective of its own.
+        """Starts the exchange as a collective of its own.
 
         Args:
             of: the collective.
-            group_name: the ranks.
+            group_name: the process group.
 
         Returns:
             The result, complete after its wait.

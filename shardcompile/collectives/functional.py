@@ -1,4 +1,4 @@
-"""The collectives for direct use: sizes as Python ints, a process group instead of its name, awaited or not.
+"""The user-facing functional collectives: sizes as Python ints, a process group instead of its name, sync or async.
 
 Those that take a process group and no rank trace into one node and its wait. They are differentiable, also twice, where
 the reduction is sum or avg.
@@ -27,7 +27,7 @@ _P = TypeVar("_P", bound=Pending | Decoded)
 
 def _check(sizes: Sequence[int], group: ProcessGroup) -> list[int]:
     if len(sizes) != group.size() or any(s < 0 for s in sizes):
-        raise CollectiveError(f"a group of {group.size()} ranks needs as many sizes of at least 0, got {sizes}")
+        raise CollectiveError(f"a group of {group.size()} ranks needs {group.size()} non-negative sizes, got {sizes}")
     return list(sizes)
 
 
@@ -44,7 +44,7 @@ def _finish(pending: _P, async_op: bool) -> Tensor | _P:
 def all_gather_v(
     x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Concatenate every rank's local shard along `dim`: Shard to Replicate.
+    """Concatenates the local shards of all ranks along `dim`: Shard to Replicate.
 
         rank 0  [a a a]
         rank 1  [b b b b b]   ->   [a a a b b b b b c]   on every rank
@@ -54,8 +54,8 @@ def all_gather_v(
 
     Args:
         x: this rank's local shard, [..., sizes[rank], ...] at `dim`.
-        dim: the dim along which shards differ.
-        sizes: every rank's local shard size in elements of `dim`; zeros allowed.
+        dim: the sharded dim.
+        sizes: shard sizes of all ranks along `dim`; zeros allowed.
         group: the process group.
         async_op: return at once; the result is what `Pending.wait` returns.
 
@@ -76,14 +76,14 @@ def reduce_scatter_v(
     reduce_op: str = "sum",
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Reduce every rank's `x` and keep this rank's local shard along `dim`: Partial to Shard.
+    """Reduces the `x` of all ranks and keeps the local shard along `dim`: Partial to Shard.
 
     Backward (sum and avg): `all_gather_v` with the same sizes.
 
     Args:
-        x: a term of the reduction, the same shape on every rank, size sum(sizes) at `dim`.
-        dim: the dim that is divided.
-        sizes: every rank's local shard size.
+        x: a term of the reduction, of the same shape on every rank, size sum(sizes) at `dim`.
+        dim: the dim to shard.
+        sizes: shard sizes of all ranks.
         group: the process group.
         reduce_op: sum, avg, product, max or min.
         async_op: return at once; the result is what `Pending.wait` returns.
@@ -106,16 +106,16 @@ def all_to_all_v(
     *,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """From shards of `src_dim` to shards of `dst_dim`: Shard(src_dim) to Shard(dst_dim).
+    """Moves the sharding from `src_dim` to `dst_dim`: Shard(src_dim) to Shard(dst_dim).
 
     Backward: the same with the two swapped.
 
     Args:
         x: [..., src_sizes[rank] at src_dim, ..., sum(dst_sizes) at dst_dim, ...].
-        src_dim: the dim that is divided now.
-        dst_dim: the dim that is divided afterwards.
-        src_sizes: every rank's local shard size along `src_dim`.
-        dst_sizes: every rank's local shard size along `dst_dim`.
+        src_dim: the dim that is sharded before.
+        dst_dim: the dim that is sharded afterwards.
+        src_sizes: shard sizes of all ranks along `src_dim`.
+        dst_sizes: shard sizes of all ranks along `dst_dim`.
         group: the process group.
         async_op: return at once; the result is what `Pending.wait` returns.
     """
@@ -151,21 +151,21 @@ def fetch_ranges(
     after: int = 0,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Give every rank its shard of another partition of the same dim, widened by a halo if asked for.
+    """Changes the partition of a sharded dim: Shard(dim) to Shard(dim) with other shard sizes and an optional halo.
 
-    Each rank holds `src_sizes[rank]` rows and fetches those of its shard of `dst_sizes`. It also gets `before` rows in
-    front and `after` rows behind, as far as the global size goes. Empty shards get no halo.
+    Each rank holds `src_sizes[rank]` rows and fetches those of its shard of `dst_sizes`. It also gets `before` rows
+    before and `after` rows after it, clipped to the global dim. Empty shards get no halo.
 
-    Backward: every row's gradients go back to its owner and are added there.
+    Backward: the gradients of each row are sent to its owner and added there.
 
     Args:
         x: [..., src_sizes[rank] at dim, ...].
-        dim: the dim that is divided.
-        src_sizes: every rank's local shard size now.
-        dst_sizes: every rank's local shard size afterwards; the same sum.
+        dim: the sharded dim.
+        src_sizes: shard sizes of all ranks before.
+        dst_sizes: shard sizes of all ranks afterwards; the same sum.
         group: the process group.
-        before: halo rows in front.
-        after: halo rows behind.
+        before: halo rows before the shard.
+        after: halo rows after the shard.
         async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
@@ -173,7 +173,10 @@ def fetch_ranges(
     """
     src_sizes, dst_sizes, dim = _check(src_sizes, group), _check(dst_sizes, group), _normalize(x, dim)
     if sum(src_sizes) != sum(dst_sizes):
-        raise CollectiveError(f"the partitions {src_sizes} and {dst_sizes} hold different row indices")
+        raise CollectiveError(
+            f"fetch_ranges: the global sizes of the two partitions differ: {src_sizes} has {sum(src_sizes)} rows, "
+            f"{dst_sizes} has {sum(dst_sizes)}"
+        )
     start, end = transport.running_ends(dst_sizes)[group.rank()]
     if end > start:
         start, end = max(start - before, 0), min(end + after, sum(src_sizes))
@@ -194,10 +197,10 @@ def fetch_ranges(
 def all_reduce(
     x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_op: bool = False
 ) -> Tensor | Pending | Decoded:
-    """Reduce every rank's `x`: Partial to Replicate. A NaN wins a maximum and a minimum, as it does in torch.
+    """Reduces the `x` of all ranks: Partial to Replicate. Maximum and minimum propagate NaN, as torch's do.
 
     Args:
-        x: a term of the reduction, the same shape on every rank.
+        x: a term of the reduction, of the same shape on every rank.
         group: the process group.
         reduce_op: sum, avg, product, max or min.
         async_op: return at once; the result is what `Pending.wait` returns.
@@ -208,13 +211,13 @@ def all_reduce(
     if reduce_op in ("max", "min") and x.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(f"all_reduce with {reduce_op} has no gradient; only sum and avg have. Detach the tensor")
     transport.check_reduction(reduce_op, x.dtype)
-    if reduce_op == "avg":  # torch knows the gradient of sum only
+    if reduce_op == "avg":  # torch implements the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
     return _finish(reductions.all_reduce(x, reduce_op, group.group_name), async_op)
 
 
 def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenate tensors of one shape along their first dim."""
+    """Concatenates tensors of one shape along their first dim, on all ranks."""
     call = enter(group, "all_gather", x.dtype, ("shape",), tuple(x.shape))
     call.agree()
     start = torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
@@ -222,11 +225,11 @@ def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
-    """The value that rank `src` of the group holds, on every rank. Not differentiable.
+    """Returns the value of rank `src` of the group on every rank. Not differentiable.
 
     Args:
-        x: the value on rank `src`; elsewhere anything of its shape and dtype.
-        src: rank in the group.
+        x: the value on rank `src`; on other ranks any tensor of its shape and dtype.
+        src: source rank in the group.
         group: the process group.
     """
     out = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -244,21 +247,21 @@ def _world() -> ProcessGroup:
 
 
 def send_shards(shards: dict[int, Tensor]) -> None:
-    """Send every rank its shard, exactly.
+    """Sends each rank its shard, bit for bit.
 
     Args:
-        shards: by global rank.
+        shards: the shards, keyed by global rank.
     """
     rows = [(rank, shard.contiguous().resolve_conj().resolve_neg()) for rank, shard in shards.items()]
     _finish_messages(rows, [])
 
 
 def receive_shard(out: Tensor, src: int) -> None:
-    """Receive what rank `src` sends with `send_shards`.
+    """Receives a shard that rank `src` sends with `send_shards`.
 
     Args:
-        out: contiguous, written.
-        src: global rank.
+        out: a contiguous tensor to write.
+        src: global rank of the sender.
     """
     _finish_messages([], [(src, out)])
 

@@ -1,9 +1,9 @@
-"""Rows that other rows name by their numbers, as the nodes of a graph by its edges: each one travels once to each rank
-that names it.
+"""Gather plans: distributed gather and scatter-add along a sharded dim by indices, in the inspector / executor scheme.
 
-Every rank tells the owners which rows it needs, each number once; that is worked out here once for an index. After that
-one exchange brings the rows (`take_rows`), and one exchange brings sums of what is meant for them home (`add_rows`).
-The two are each other's adjoint. What a rank names of its own rows does not travel.
+The inspector (`make_gather_plan`) runs once for an index, such as the edges of a graph: each rank requests the distinct
+remote rows that its indices refer to from their owners. The executors then need one exchange each, in which a row is
+sent once to each rank that requested it: `take_rows` gathers rows, and `add_rows` scatter-adds values, summed per row
+before they are sent. Each is the adjoint of the other. Local rows are not sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardcompile.sharding import GroupPartition, IntLike, Partition, write_part
 from shardcompile.sharding.arguments import partition_schema
 
 Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
-"""What becomes of several entries that are meant for one row, as ``torch.scatter_reduce`` has it; any: one of them."""
+"""The reduction of values with the same index, as in ``torch.scatter_reduce``; any: one of the values is kept."""
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -41,16 +41,17 @@ _LIBRARY.define(
 _ops = torch.ops.shardcompile
 
 
-class Links(NamedTuple):
-    """Which rows travel for an index, on one rank.
+class LocalGatherPlan(NamedTuple):
+    """The gather plan of an index, as one rank holds it.
 
     Attributes:
-        asked: asked[s, d] rows are named on rank s and held by rank d: [ranks, ranks], int64, on the CPU.
-        sent: of each row that this rank sends its number in the shard: [a], int64, in the order of the ranks that ask.
-        wanted: of each row that comes here its number in the whole dim: [b], int64, rising.
-        place: of each entry of the index its row among those of the shard, then those that come: [e], int64.
-        sent_partition: how the rows that are sent are spread over the ranks.
-        arrived_partition: the same of those that come.
+        asked: rank s requests asked[s, d] distinct rows from rank d: [ranks, ranks], int64, on the CPU.
+        sent: local indices of the rows that this rank sends, ordered by destination rank: [a], int64.
+        wanted: global indices of the rows that this rank receives, ascending: [b], int64.
+        place: for each entry of the index the position of its row in the local shard followed by the received rows:
+            [e], int64.
+        sent_partition: the partition of the sent rows over the ranks.
+        arrived_partition: the partition of the received rows over the ranks.
     """
 
     asked: Tensor
@@ -61,7 +62,7 @@ class Links(NamedTuple):
     arrived_partition: Partition
 
 
-def find_links(
+def make_gather_plan(
     index: Tensor,
     partition: Partition,
     mesh: DeviceMesh,
@@ -70,36 +71,37 @@ def find_links(
     *,
     wraps: bool = True,
     may_miss: bool = False,
-) -> Links:
-    """Which rows of a sharded dim have to travel. Two collectives: how many, and their numbers.
+) -> LocalGatherPlan:
+    """Makes the gather plan of an index along a sharded dim. Two collectives: request counts, and requested indices.
 
     Args:
-        index: this rank's entries: [e]; row indices in the whole dim.
-        sharded: of the dim, over one mesh dim.
+        index: this rank's global row indices: [e].
+        partition: the partition of the dim, over one mesh dim.
         mesh: the mesh.
-        about: how many entries there are on all ranks, as a rule.
-        call: the op or the function, for the message.
-        wraps: negative numbers count from the end of the dim; otherwise they are out of range.
-        may_miss: an entry may also be the size of the dim, which names no row: it is placed behind all rows.
+        about: hint of the number of entries on all ranks.
+        call: the op or the function, for messages.
+        wraps: whether negative indices count from the end of the dim; otherwise they are out of range.
+        may_miss: whether an entry may also equal the size of the dim, which refers to no row: its place is after all
+            local and received rows.
 
     Raises:
-        RowRangeError: on every rank, before a row is moved, if an entry is out of range on some rank.
+        RowRangeError: on every rank, before a row is moved, if an index is out of range on some rank.
     """
     (mesh_dim,) = partition.mesh_dims
-    group_name, here = compat.group_name_of(mesh, mesh_dim), compat.coordinate(mesh)
-    ref = write_partition(partition.group_ref(here or ()))
-    said, numbers, within, place = _ops.name_rows(index, partition.size, *ref, group_name, wraps, may_miss)
-    rule = f"{call}: an index names rows of the tensor, and so is less than their number"
-    asked = gather_counts(said, group_name, rule)
-    likely = compat.size_hint(about)
-    sent_partition = partition_of_sizes(asked.sum(0), mesh, [mesh_dim], about=likely)
-    arrived_partition = partition_of_sizes(asked.sum(1), mesh, [mesh_dim], about=likely)
-    leaving, arriving = sent_partition.local_size(here), arrived_partition.local_size(here)
+    group_name, coordinate = compat.group_name_of(mesh, mesh_dim), compat.coordinate(mesh)
+    ref = write_partition(partition.group_ref(coordinate or ()))
+    counts, distinct, local_indices, place = _ops.name_rows(index, partition.size, *ref, group_name, wraps, may_miss)
+    rule = f"{call}: index out of range: indices must be less than the number of rows"
+    asked = gather_counts(counts, group_name, rule)
+    hint = compat.size_hint(about)
+    sent_partition = partition_of_sizes(asked.sum(0), mesh, [mesh_dim], about=hint)
+    arrived_partition = partition_of_sizes(asked.sum(1), mesh, [mesh_dim], about=hint)
+    num_sent, arriving = sent_partition.local_size(coordinate), arrived_partition.local_size(coordinate)
     if may_miss:
-        behind: Any = shard_size(partition, mesh)
-        place = torch.where(place < 0, behind + arriving, place)
-    (sent,) = exchange_rows([first_rows(within, arriving)], asked, leaving, group_name)
-    return Links(asked, sent, first_rows(numbers, arriving), place, sent_partition, arrived_partition)
+        local_rows: Any = shard_size(partition, mesh)
+        place = torch.where(place < 0, local_rows + arriving, place)
+    (sent,) = exchange_rows([first_rows(local_indices, arriving)], asked, num_sent, group_name)
+    return LocalGatherPlan(asked, sent, first_rows(distinct, arriving), place, sent_partition, arrived_partition)
 
 
 def _name_rows(
@@ -112,36 +114,36 @@ def _name_rows(
     wraps: bool,
     may_miss: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What this rank's entries name. One op, since compilers take long over so many small ones.
+    """Finds the distinct remote rows of an index. One op, since so many small ones take long to compile.
 
     Returns:
-        How many rows of each rank have to come, as `counts_in_range` tells it: [ranks].
-        Their numbers, rising, then zeros: [e + 1].
-        Their numbers in the shards that hold them, then zeros: [e + 1].
-        The place of each entry, as in `Links`; -1 if it names no row: [e].
+        The number of rows to request from each rank, as `counts_in_range` encodes it: [ranks].
+        Their global indices, ascending, then zeros: [e + 1].
+        Their indices in the local shards of their owners, then zeros: [e + 1].
+        The place of each entry, as in `LocalGatherPlan`; -1 if it refers to no row: [e].
     """
     group, entries, device = compat.process_group(group_name), index.shape[0], index.device
     shards = GroupPartition(sizes, key, grouping).shards(size, group.size())
     ranges = transport.running_ends(shards)
     starts = torch.tensor([start for start, _ in ranges], device=device)
     first, end = ranges[group.rank()]
-    number = (torch.where(index < 0, index + size, index) if wraps else index).long()
-    bad = (number < 0) | (number > size if may_miss else number >= size)
-    mine = (number >= first) & (number < end)
-    ordered, order = torch.where(mine | bad, size, number).sort()
-    heads = torch.ones_like(mine)  # the first entry of each row that has to come
-    heads[1:] = ordered[1:] != ordered[:-1]
-    heads &= ordered < size
-    slots = heads.cumsum(0) - 1
-    owner = torch.searchsorted(starts, ordered, right=True) - 1
-    counts = starts.new_zeros([group.size() + 1]).index_add_(0, owner.where(heads, group.size()), heads.long())
-    target = slots.where(heads, entries)
-    numbers = number.new_zeros([entries + 1]).scatter_(0, target, ordered.where(heads, 0))
-    within = number.new_zeros([entries + 1]).scatter_(0, target, (ordered - starts[owner]).where(heads, 0))
-    place = torch.empty_like(slots).index_copy_(0, order, slots).add_(end - first).where(~mine, number - first)
+    rows = (torch.where(index < 0, index + size, index) if wraps else index).long()
+    out_of_range = (rows < 0) | (rows > size if may_miss else rows >= size)
+    is_local = (rows >= first) & (rows < end)
+    sorted_rows, order = torch.where(is_local | out_of_range, size, rows).sort()
+    is_first = torch.ones_like(is_local)  # the first entry of each distinct remote row
+    is_first[1:] = sorted_rows[1:] != sorted_rows[:-1]
+    is_first &= sorted_rows < size
+    slots = is_first.cumsum(0) - 1
+    owner = torch.searchsorted(starts, sorted_rows, right=True) - 1
+    counts = starts.new_zeros([group.size() + 1]).index_add_(0, owner.where(is_first, group.size()), is_first.long())
+    target = slots.where(is_first, entries)
+    distinct = rows.new_zeros([entries + 1]).scatter_(0, target, sorted_rows.where(is_first, 0))
+    local_indices = rows.new_zeros([entries + 1]).scatter_(0, target, (sorted_rows - starts[owner]).where(is_first, 0))
+    place = torch.empty_like(slots).index_copy_(0, order, slots).add_(end - first).where(~is_local, rows - first)
     if may_miss:
-        place.masked_fill_(number == size, -1)
-    return counts_in_range(counts[:-1], index.long(), bad), numbers, within, place
+        place.masked_fill_(rows == size, -1)
+    return counts_in_range(counts[:-1], index.long(), out_of_range), distinct, local_indices, place
 
 
 def _fake_names(
@@ -161,10 +163,10 @@ torch.library.register_fake("shardcompile::name_rows", _fake_names, lib=_LIBRARY
 
 
 def rows_travel(came: Partition) -> bool:
-    """Whether rows travel, as far as is known: of a dim without rows every rank knows that none do.
+    """Returns whether any row may travel: False only if the number of received rows is statically 0 on all ranks.
 
     Args:
-        came: how the rows that come are spread over the ranks.
+        came: the partition of the received rows over the ranks.
     """
     return not (isinstance(came.size, int) and came.size == 0)
 
@@ -180,25 +182,25 @@ def take_rows(
     may_miss: bool = False,
     travels: bool = True,
 ) -> list[Tensor]:
-    """The rows that an index names, those of all tensors by one exchange. Differentiable.
+    """Gathers the rows of an index from several tensors by one exchange. Differentiable.
 
     Args:
-        shards: this rank's rows of each tensor: [n, ...].
-        asked: as in `Links`.
-        sent: as in `Links`.
-        place: as in `Links`.
-        arriving: how many rows come.
-        group_name: the ranks.
-        may_miss: there are entries that name no row, which get zeros.
-        travels: whether any rank names rows of another, see `rows_travel`.
+        shards: the local shard of each tensor: [n, ...].
+        asked: as in `LocalGatherPlan`.
+        sent: as in `LocalGatherPlan`.
+        place: as in `LocalGatherPlan`.
+        arriving: number of received rows.
+        group_name: the process group.
+        may_miss: whether entries may refer to no row; they get zeros.
+        travels: whether any row may travel, see `rows_travel`.
 
     Returns:
-        Of each: [e, ...].
+        The gathered rows of each tensor: [e, ...].
     """
-    leaving = [b.index_select(0, sent) for b in shards] if travels else []
-    came = exchange_rows(leaving, asked, arriving, group_name, back=True) if travels else [b[:0] for b in shards]
-    nothing = [[b.new_zeros([1, *b.shape[1:]])] if may_miss else [] for b in shards]
-    return [torch.cat([b, c, *z]).index_select(0, place) for b, c, z in zip(shards, came, nothing, strict=True)]
+    rows_to_send = [b.index_select(0, sent) for b in shards] if travels else []
+    remote = exchange_rows(rows_to_send, asked, arriving, group_name, back=True) if travels else [b[:0] for b in shards]
+    padding = [[b.new_zeros([1, *b.shape[1:]])] if may_miss else [] for b in shards]
+    return [torch.cat([b, c, *z]).index_select(0, place) for b, c, z in zip(shards, remote, padding, strict=True)]
 
 
 def add_rows(
@@ -212,41 +214,41 @@ def add_rows(
     *,
     travels: bool = True,
 ) -> list[Tensor]:
-    """Sums of what is meant for each row, at home, those of all tensors by one exchange. Differentiable.
+    """Sums the values with the same index on the owner of the row, for several tensors by one exchange. Differentiable.
 
     Args:
-        values: for each entry of the index: [e, ...].
-        asked: as in `Links`.
-        sent: as in `Links`.
-        place: as in `Links`.
-        shard: how many rows this rank has.
-        arriving: how many of others it names.
-        group_name: the ranks.
-        travels: whether any rank names rows of another, see `rows_travel`.
+        values: one value for each entry of the index, for each tensor: [e, ...].
+        asked: as in `LocalGatherPlan`.
+        sent: as in `LocalGatherPlan`.
+        place: as in `LocalGatherPlan`.
+        shard: local number of rows.
+        arriving: number of remote rows that the local entries refer to.
+        group_name: the process group.
+        travels: whether any row may travel, see `rows_travel`.
 
     Returns:
-        Of each: [shard, ...].
+        The sums for the local rows of each tensor: [shard, ...].
     """
     if not travels:
         return [v.new_zeros([shard, *v.shape[1:]]).index_add(0, place, v) for v in values]
     sums = [v.new_zeros([shard + arriving, *v.shape[1:]]).index_add(0, place, v) for v in values]
-    away = [s.narrow(0, shard, arriving) for s in sums]
-    home = exchange_rows(away, asked, sent.shape[0], group_name)
-    return [s.narrow(0, 0, shard).index_add(0, sent, h) for s, h in zip(sums, home, strict=True)]
+    remote = [s.narrow(0, shard, arriving) for s in sums]
+    returned = exchange_rows(remote, asked, sent.shape[0], group_name)
+    return [s.narrow(0, 0, shard).index_add(0, sent, h) for s, h in zip(sums, returned, strict=True)]
 
 
 def named_rows(sent: Tensor, place: Tensor, shard: IntLike, arriving: IntLike) -> Tensor:
-    """Which of this rank's rows an index names on any rank: [shard], bool. Nothing travels.
+    """Returns which local rows the index of any rank refers to: [shard], bool. No communication.
 
     Args:
-        sent: as in `Links`.
-        place: as in `Links`.
-        shard: how many rows this rank has.
-        arriving: how many of others it names.
+        sent: as in `LocalGatherPlan`.
+        place: as in `LocalGatherPlan`.
+        shard: local number of rows.
+        arriving: number of remote rows that the local entries refer to.
     """
-    own: Any = shard
-    here = torch.zeros([own + arriving], dtype=torch.bool, device=place.device).scatter(0, place, True)
-    return here.narrow(0, 0, own).scatter(0, sent, True)
+    num_rows: Any = shard
+    used = torch.zeros([num_rows + arriving], dtype=torch.bool, device=place.device).scatter(0, place, True)
+    return used.narrow(0, 0, num_rows).scatter(0, sent, True)
 
 
 def reduce_rows(
@@ -261,46 +263,48 @@ def reduce_rows(
     arriving: IntLike,
     group_name: str,
 ) -> Tensor:
-    """Rows, each reduced with what is meant for it, at home, by one exchange.
+    """Reduces values into the rows that their indices refer to, on the owners of the rows, by one exchange.
 
     Args:
-        rows: this rank's: [shard, ...].
-        values: for each entry of the index: [e, ...].
+        rows: the local rows: [shard, ...].
+        values: one value for each entry of the index: [e, ...].
         reduce: the reduction.
-        include_self: whether a row that something is meant for counts itself; one that nothing is meant for stays.
-        asked: as in `Links`.
-        sent: as in `Links`.
-        place: as in `Links`.
-        shard: how many rows this rank has.
-        arriving: how many of others it names.
-        group_name: the ranks.
+        include_self: whether the old value of a row takes part. Rows without values stay as they are.
+        asked: as in `LocalGatherPlan`.
+        sent: as in `LocalGatherPlan`.
+        place: as in `LocalGatherPlan`.
+        shard: local number of rows.
+        arriving: number of remote rows that the local entries refer to.
+        group_name: the process group.
     """
-    size: Any = shard
-    came: Any = arriving
+    num_rows: Any = shard
+    num_remote: Any = arriving
     kind = "sum" if reduce == "mean" else reduce
     terms = [(values, kind)]
     if reduce == "mean":
         terms.append((torch.ones_like(place), "sum"))
-    own = [_reduced(v.new_full([size + came, *v.shape[1:]], _neutral(k, v.dtype)), place, v, k) for v, k in terms]
-    home = exchange_rows([o.narrow(0, size, came) for o in own], asked, sent.shape[0], group_name)
-    pairs = zip(own, home, terms, strict=True)
-    found, *counts = [_reduced(o.narrow(0, 0, size), sent, h, k) for o, h, (_, k) in pairs]
-    named = named_rows(sent, place, shard, arriving).view(_column(rows))
+    partial = [
+        _reduced(v.new_full([num_rows + num_remote, *v.shape[1:]], _neutral(k, v.dtype)), place, v, k) for v, k in terms
+    ]
+    returned = exchange_rows([o.narrow(0, num_rows, num_remote) for o in partial], asked, sent.shape[0], group_name)
+    pairs = zip(partial, returned, terms, strict=True)
+    reduced, *counts = [_reduced(o.narrow(0, 0, num_rows), sent, h, k) for o, h, (_, k) in pairs]
+    has_values = named_rows(sent, place, shard, arriving).view(_column(rows))
     if include_self:
-        found = _COMBINE[kind](rows, found)
+        reduced = _COMBINE[kind](rows, reduced)
     if counts:
-        found = found / (counts[0] + int(include_self)).view(_column(rows))
-    return torch.where(named, found, rows)
+        reduced = reduced / (counts[0] + int(include_self)).view(_column(rows))
+    return torch.where(has_values, reduced, rows)
 
 
 def _column(rows: Tensor) -> list[int]:
-    """The shape of one number for each row."""
+    """Returns the shape of one scalar per row, broadcastable to the rows."""
     return [rows.shape[0], *[1] * (rows.ndim - 1)]
 
 
 def _reduced(rows: Tensor, place: Tensor, values: Tensor, reduce: str) -> Tensor:
-    numbers = place.view([place.shape[0], *[1] * (values.ndim - 1)]).expand_as(values)
-    return rows.scatter(0, numbers, values) if reduce == "any" else rows.scatter_reduce(0, numbers, values, reduce)
+    index = place.view([place.shape[0], *[1] * (values.ndim - 1)]).expand_as(values)
+    return rows.scatter(0, index, values) if reduce == "any" else rows.scatter_reduce(0, index, values, reduce)
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -312,7 +316,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _neutral(reduce: str, dtype: torch.dtype) -> float:
-    """What changes nothing."""
+    """Returns the identity of a reduction."""
     if reduce in ("sum", "prod", "any"):
         return int(reduce == "prod")
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of shards of any sizes: each the other's adjoint."""
+"""All-gather and reduce-scatter of uneven shards; each is the adjoint of the other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class AllGatherV(NamedTuple):
     """Arguments of `all_gather_v`.
 
     Attributes:
-        input: this rank's local shard.
-        dim: that is sharded.
-        total: what the shards add up to.
-        sharded: the shards.
-        group_name: the ranks.
+        input: the local shard.
+        dim: the sharded dim.
+        total: global size of the dim.
+        partition: the partition of the dim.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -38,12 +38,12 @@ class ReduceScatterV(NamedTuple):
     """Arguments of `reduce_scatter_v`.
 
     Attributes:
-        input: a term.
-        dim: that is divided.
-        shard: how many rows this rank gets.
+        input: a term of the reduction.
+        dim: the dim to shard.
+        shard: local shard size of the result.
         reduce_op: the reduction.
-        sharded: the shards.
-        group_name: the ranks.
+        partition: the partition of the result.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -109,7 +109,7 @@ ALL_GATHER_V = Descriptor(
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.partition),
     joins=Joins("all_gather_bucket", _partitions, uneven=True),
-    states=("dim", "sharded of", "other sizes"),
+    states=("dim", "shard sizes", "other sizes"),
     told=True,
     as_integers=True,
 )
@@ -124,6 +124,6 @@ REDUCE_SCATTER_V = Descriptor(
     traffic=shards_to_all,
     source=lambda a: (a.input.shape[a.dim], a.partition),
     joins=Joins("reduce_scatter_bucket", _partitions, uneven=True),
-    states=("dim", "sharded of", "other sizes"),
+    states=("dim", "shard sizes", "other sizes"),
     moves_rows=False,
 )

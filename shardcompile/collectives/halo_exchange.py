@@ -1,7 +1,7 @@
-"""Rows around the shards of a dim whose ends meet, and the way back for sums: each the other's adjoint.
+"""Halo exchange along a periodic dim: fetches the rows around each shard, and its adjoint, which adds them back.
 
-Behind the last row of such a dim comes the first one again. Shards with rows around them are what a stencil reads in a
-periodic domain. `torch.roll` gives shards that begin a number of rows earlier or later.
+In a periodic dim the first row follows the last one. A stencil reads shards with such halos; `torch.roll` reads shards
+that begin some rows earlier or later, which is a halo exchange with a negative halo on one side.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shardcompile.collectives.transport import Range
 from shardcompile.sharding import GroupPartition, IntLike, chunk_sizes
 
 
-class Around(NamedTuple):
+class HaloExchange(NamedTuple):
     """Arguments of `fetch_around` and `return_around`.
 
     Attributes:
-        input: this rank's local shard; of a return what belongs to the rows that it wants.
-        dim: of the rows.
-        before: how many rows in front of its shard a rank wants. If it is negative, that many rows are left out.
-        after: the same for rows behind the shard. Around an empty shard lie rows of zeros, so that every rank gets
-            ``before + after`` rows more than it holds.
-        total: how many rows there are.
-        shard: how many rows this rank gets.
-        sharded: the shards that ranks hold.
-        group_name: the ranks.
+        input: the local shard; of a return the values for the shard with its halo.
+        dim: the sharded dim.
+        before: number of halo rows before the shard. If it is negative, that many rows of the shard are left out.
+        after: number of halo rows after the shard, or negative likewise. The halo of an empty shard is zeros, so that
+            every rank gets ``before + after`` rows more than it holds.
+        total: global size of the dim.
+        shard: number of rows in this rank's result.
+        partition: the partition of the dim.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -50,11 +50,11 @@ class Around(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows of one rank's shard that another one wants.
+    """A range of rows of one rank's shard that another rank wants.
 
     Attributes:
-        held: where they lie in the shard.
-        got: where they come in what is wanted.
+        held: the range in the shard of the holder.
+        got: the range in the shard with halo of the receiver.
     """
 
     held: Range
@@ -62,38 +62,38 @@ class Piece(NamedTuple):
 
 
 def pieces(holder: Range, wants: Range, before: int, after: int, total: int) -> list[Piece]:
-    """The rows of a shard that the rank with another shard wants, in the order in which that one has them.
+    """Returns the rows of a shard that the rank with another shard wants, in the order in which it receives them.
 
-    >>> pieces((3, 5), (0, 3), 1, 2, 5)  # of five rows: the last one in front, and those behind
+    >>> pieces((3, 5), (0, 3), 1, 2, 5)  # of five rows: the last one before the shard, and the two after it
     [Piece(held=(1, 2), got=(0, 1)), Piece(held=(0, 2), got=(4, 6))]
 
     Args:
-        holder: first row and end row of the shard.
-        wants: of the other shard.
-        before: see `Around`.
-        after: see `Around`.
-        total: how many rows there are.
+        holder: the global range of the holder's shard.
+        wants: the global range of the receiver's shard.
+        before: see `HaloExchange`.
+        after: see `HaloExchange`.
+        total: global number of rows.
     """
     start, end = wants[0] - before, wants[1] + after
     if wants[1] == wants[0] or end <= start:
         return []
     found = []
-    for turn in range(start // total, (end - 1) // total + 1):
-        first, last = transport.overlap(transport.shifted(holder, turn * total), (start, end))
+    for period in range(start // total, (end - 1) // total + 1):
+        first, last = transport.overlap(transport.shifted(holder, period * total), (start, end))
         if last > first:
-            at = first - turn * total - holder[0]
-            found.append(Piece((at, at + last - first), (first - start, last - start)))
+            offset = first - period * total - holder[0]
+            found.append(Piece((offset, offset + last - first), (first - start, last - start)))
     return found
 
 
 class _Plan(NamedTuple):
-    """Which rows go where.
+    """The rows that this rank sends to and receives from each rank.
 
     Attributes:
-        held: the shards.
-        given: by rank what it wants of this rank's local shard.
-        taken: by rank what this rank wants of its shard.
-        around: how many rows this rank has with those around it.
+        held: the global ranges of all shards.
+        given: for each rank the pieces of the local shard that it wants.
+        taken: for each rank the pieces of its shard that this rank wants.
+        around: number of local rows including the halo.
     """
 
     held: list[Range]
@@ -102,46 +102,46 @@ class _Plan(NamedTuple):
     around: int
 
     @staticmethod
-    def of(a: Around, ranks: int, me: int, what: str) -> _Plan:
-        reach = (int(a.before), int(a.after), int(a.total))
-        held = shards_of(reach[2], a.dim, a.partition, ranks, what)
-        given = [pieces(held[me], other, *reach) for other in held]
-        taken = [pieces(other, held[me], *reach) for other in held]
-        return _Plan(held, given, taken, held[me][1] - held[me][0] + reach[0] + reach[1])
+    def of(a: HaloExchange, ranks: int, me: int, what: str) -> _Plan:
+        bounds = (int(a.before), int(a.after), int(a.total))
+        held = shards_of(bounds[2], a.dim, a.partition, ranks, what)
+        given = [pieces(held[me], other, *bounds) for other in held]
+        taken = [pieces(other, held[me], *bounds) for other in held]
+        return _Plan(held, given, taken, held[me][1] - held[me][0] + bounds[0] + bounds[1])
 
 
-def exchange_to_fetch(a: Around, out: Tensor | None = None) -> Exchange:
-    """A rank's part in `fetch_around`: to get the rows of its shard and those around it.
+def exchange_to_fetch(a: HaloExchange, out: Tensor | None = None) -> Exchange:
+    """Returns this rank's exchange of `fetch_around`, which fetches the shard with its halo.
 
     Args:
         a: the arguments.
-        out: flat, to be written; None for new memory.
+        out: a flat tensor to write; None for new memory.
     """
     group, x, dim, shard = compat.process_group(a.group_name), a.input, a.dim, int(a.shard)
     me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
-    plan = _Plan.of(a, group.size(), me, FETCH_AROUND.kind)
-    check_shard(x.shape, dim, plan.held[me], me, FETCH_AROUND.kind)
+    plan = _Plan.of(a, group.size(), me, FETCH_HALO.kind)
+    check_shard(x.shape, dim, plan.held[me], me, FETCH_HALO.kind)
     out = new_rows(x, dim, shard) if out is None else out
     if plan.held[me][0] == plan.held[me][1]:
         out.zero_()
     target = as_rows(out, x, dim, shard)
     for piece in plan.given[me]:
         target[slice(*piece.got)].copy_(x.movedim(dim, 0)[slice(*piece.held)])
-    # Two messages between the same ranks come in the order in which they go.
+    # Messages between two ranks arrive in the order in which they are sent.
     sends = [(p, _rows(x, dim, piece.held)) for p in others for piece in plan.given[p]]
     receives = [(p, target[slice(*piece.got)]) for p in others for piece in plan.taken[p]]
     return Exchange(out, sends, receives, _stated(a, plan))
 
 
-def exchange_to_return(a: Around, out: Tensor | None = None) -> Exchange:
-    """A rank's part in `return_around`: to send rows to those that hold them, where they are added.
+def exchange_to_return(a: HaloExchange, out: Tensor | None = None) -> Exchange:
+    """Returns this rank's exchange of `return_around`, which adds halo rows on the ranks that hold them.
 
-    Arguments are as of `exchange_to_fetch`.
+    The arguments are those of `exchange_to_fetch`.
     """
     group, x, dim, shard = compat.process_group(a.group_name), a.input, a.dim, int(a.shard)
     me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
-    plan = _Plan.of(a, group.size(), me, RETURN_AROUND.kind)
-    check_shard(x.shape, dim, (0, plan.around), me, RETURN_AROUND.kind)
+    plan = _Plan.of(a, group.size(), me, RETURN_HALO.kind)
+    check_shard(x.shape, dim, (0, plan.around), me, RETURN_HALO.kind)
     out = (new_rows(x, dim, shard) if out is None else out).zero_()
     target = as_rows(out, x, dim, shard)
     for piece in plan.taken[me]:
@@ -161,7 +161,7 @@ def exchange_to_return(a: Around, out: Tensor | None = None) -> Exchange:
     return Exchange(out, sends, receives, _stated(a, plan), accumulate)
 
 
-def _stated(a: Around, plan: _Plan) -> tuple[object, ...]:
+def _stated(a: HaloExchange, plan: _Plan) -> tuple[object, ...]:
     return a.dim, sizes_of(plan.held), a.before, a.after, other_sizes(a.input, a.dim)
 
 
@@ -169,64 +169,64 @@ def _rows(x: Tensor, dim: int, rows: Range) -> Tensor:
     return transport.rows_first(x.narrow(dim, rows[0], rows[1] - rows[0]), dim)
 
 
-def _is_roll(a: Around) -> bool:
-    """Whether each row is wanted once: what is added at home then is one row each."""
+def _is_roll(a: HaloExchange) -> bool:
+    """Returns whether each row is wanted exactly once, so that the adjoint needs no addition."""
     return compat.same_symbol(a.after, -a.before)
 
 
-def _adjoint_of_fetch(a: Around, shape: torch.Size, grad: Tensor) -> Tensor:
+def _adjoint_of_fetch(a: HaloExchange, shape: torch.Size, grad: Tensor) -> Tensor:
     back = a._replace(input=grad, shard=shape[a.dim])
     if _is_roll(a):
-        return FETCH_AROUND.start(back._replace(before=a.after, after=a.before)).wait()
-    return RETURN_AROUND.start(back).wait()
+        return FETCH_HALO.start(back._replace(before=a.after, after=a.before)).wait()
+    return RETURN_HALO.start(back).wait()
 
 
-def _adjoint_of_return(a: Around, shape: torch.Size, grad: Tensor) -> Tensor:
-    return FETCH_AROUND.start(a._replace(input=grad, shard=shape[a.dim])).wait()
+def _adjoint_of_return(a: HaloExchange, shape: torch.Size, grad: Tensor) -> Tensor:
+    return FETCH_HALO.start(a._replace(input=grad, shard=shape[a.dim])).wait()
 
 
-def _inverse(a: Around, back: Around) -> Around | None:
-    """None where rows are wanted twice, or it is not known while compiling how many."""
+def _inverse(a: HaloExchange, back: HaloExchange) -> HaloExchange | None:
+    """Returns None where rows are wanted twice, or where the size of the halo is not static."""
     numbers = (a.before, a.after, back.before, back.after)
     if not all(isinstance(n, int) for n in numbers) or a.after != -a.before:
         return None
     return a._replace(input=back.input, before=a.after, after=a.before, shard=back.shard)
 
 
-def _member(a: Around, n: int | None, held: IntLike, wanted: IntLike) -> tuple[GroupShards, GroupShards, Member]:
-    """The shards that ranks hold, what they want, and both as those of a fetch."""
+def _member(a: HaloExchange, n: int | None, held: IntLike, wanted: IntLike) -> tuple[GroupShards, GroupShards, Member]:
+    """Returns the shards that ranks hold, the shards with halos, and both as the `Member` of a fetch."""
     before, after, total = map(compat.size_hint, (a.before, a.after, a.total))
-    home = GroupShards.of(a.partition, a.total, held, n)
-    away = GroupShards.of(a.partition, a.total, wanted, n, max(before + after, 0))
+    held_side = GroupShards.of(a.partition, a.total, held, n)
+    wanted_side = GroupShards.of(a.partition, a.total, wanted, n, max(before + after, 0))
     nbytes, arriving = nbytes_with(a.input, a.dim, a.total), None
     if n is not None:
-        shards = transport.running_ends(home.sizes or chunk_sizes(total, n))
+        shards = transport.running_ends(held_side.sizes or chunk_sizes(total, n))
         kept = [sum(p.got[1] - p.got[0] for p in pieces(b, b, before, after, total)) for b in shards]
-        come = [max(b - a + before + after, 0) - k if b > a else 0 for (a, b), k in zip(shards, kept, strict=True)]
-        arriving = tuple(rows * nbytes / max(total, 1) for rows in come)
-    return home, away, Member(home, away, nbytes, arriving)
+        remote = [max(b - a + before + after, 0) - k if b > a else 0 for (a, b), k in zip(shards, kept, strict=True)]
+        arriving = tuple(rows * nbytes / max(total, 1) for rows in remote)
+    return held_side, wanted_side, Member(held_side, wanted_side, nbytes, arriving)
 
 
-def _fetch_members(a: Around, n: int | None) -> list[Member]:
+def _fetch_members(a: HaloExchange, n: int | None) -> list[Member]:
     _, _, member = _member(a, n, a.input.shape[a.dim], a.shard)
     return [member]
 
 
-def _return_members(a: Around, n: int | None) -> list[Member]:
-    home, away, member = _member(a, n, a.shard, a.input.shape[a.dim])
-    return [replace(member, put=away, get=home)]
+def _return_members(a: HaloExchange, n: int | None) -> list[Member]:
+    held_side, wanted_side, member = _member(a, n, a.shard, a.input.shape[a.dim])
+    return [replace(member, put=wanted_side, get=held_side)]
 
 
 def _describe(
     kind: str,
-    exchange: Callable[[Around], Exchange],
-    adjoint: Callable[[Around, torch.Size, Tensor], Tensor],
-    members: Callable[[Around, int | None], list[Member]],
-    inverse: Callable[[Around, Around], Around | None] | None = None,
-) -> Descriptor[Around]:
-    descriptor: Descriptor[Around] = Descriptor(
+    exchange: Callable[[HaloExchange], Exchange],
+    adjoint: Callable[[HaloExchange, torch.Size, Tensor], Tensor],
+    members: Callable[[HaloExchange, int | None], list[Member]],
+    inverse: Callable[[HaloExchange, HaloExchange], HaloExchange | None] | None = None,
+) -> Descriptor[HaloExchange]:
+    descriptor: Descriptor[HaloExchange] = Descriptor(
         kind,
-        Around,
+        HaloExchange,
         lambda a: exchange(a).start(descriptor, a.group_name),
         sizes=lambda a: {a.dim: a.shard},
         adjoint=adjoint,
@@ -236,11 +236,11 @@ def _describe(
         joins=JOINS,
         whole=lambda a: size_with(a.input, a.dim, a.total),
         source=lambda a: (a.total, a.partition),
-        states=("dim", "sharded of", "rows in front", "rows behind", "other sizes"),
+        states=("dim", "shard sizes", "rows before", "rows after", "other sizes"),
         told=True,
     )
     return descriptor
 
 
-FETCH_AROUND = _describe("fetch_around", exchange_to_fetch, _adjoint_of_fetch, _fetch_members, _inverse)
-RETURN_AROUND = _describe("return_around", exchange_to_return, _adjoint_of_return, _return_members)
+FETCH_HALO = _describe("fetch_around", exchange_to_fetch, _adjoint_of_fetch, _fetch_members, _inverse)
+RETURN_HALO = _describe("return_around", exchange_to_return, _adjoint_of_return, _return_members)

@@ -1,4 +1,4 @@
-"""The partition of which every rank holds a shard, found out or stated."""
+"""Partitions inside a trace: inferred by gathering the shard sizes, or made of stated ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GatherPartition(NamedTuple):
     """Arguments of `gather_partition`.
 
     Attributes:
-        input: this rank's local shard.
-        dim: that is sharded.
-        group_name: the ranks.
+        input: the local shard.
+        dim: the sharded dim.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -35,10 +35,10 @@ class StatePartition(NamedTuple):
     """Arguments of `state_partition`.
 
     Attributes:
-        input: this rank's local shard.
-        dim: that is sharded.
-        sizes: of all shards.
-        group_name: the ranks.
+        input: the local shard.
+        dim: the sharded dim.
+        sizes: all shard sizes.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -50,14 +50,13 @@ class StatePartition(NamedTuple):
 def symbolic_partition(
     x: Tensor, dim: int, sizes: Sequence[IntLike] | None, group_name: str
 ) -> tuple[IntLike, IntLike]:
-    """Global size and key of the partition of which `x` is this rank's local shard, as symbols that are known at run
-    time.
+    """Returns the global size and the key of the partition whose local shard is `x`, as unbacked symbols.
 
     Args:
-        x: the shard.
-        dim: the dim that is sharded.
-        sizes: of all shards; None to ask the other ranks.
-        group_name: the ranks.
+        x: the local shard.
+        dim: the sharded dim.
+        sizes: all shard sizes; None to gather them from the other ranks.
+        group_name: the process group.
     """
     x = x.detach()
     if sizes is None:
@@ -71,23 +70,23 @@ def symbolic_partition(
 
 
 def _gather(a: GatherPartition) -> Tensor:
-    """Global size and key: [2], int64, on the CPU."""
+    """Returns global size and key: [2], int64, on the CPU."""
     group, x, dim = compat.process_group(a.group_name), a.input, a.dim
     rest = [x.ndim, *(s for d, s in enumerate(x.shape) if d != dim)]
-    mine = torch.tensor([x.shape[dim], digest_of(repr((str(x.dtype), dim, rest)))], device=x.device)
-    started = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), a.group_name)
-    rows = wait(started).view(group.size(), 2).tolist()
+    row = torch.tensor([x.shape[dim], digest_of(repr((str(x.dtype), dim, rest)))], device=x.device)
+    pending = torch.ops._c10d_functional.all_gather_into_tensor(row, group.size(), a.group_name)
+    rows = wait(pending).view(group.size(), 2).tolist()
     other = next((i for i, r in enumerate(rows) if r[1] != rows[0][1]), None)
     if other is not None:
         raise CollectiveError(
-            f"the shards do not belong together: dtype or sizes other than that of dim {dim} are not the same on "
-            f"ranks 0 and {other} of the group; here {x.dtype}, {tuple(x.shape)}"
+            f"the shards do not belong together: dtype or sizes other than that of dim {dim} differ between "
+            f"ranks 0 and {other} of the group; this rank has {x.dtype}, {tuple(x.shape)}"
         )
     return _size_and_key([r[0] for r in rows])
 
 
 def _state(a: StatePartition) -> Tensor:
-    """Global size and key: [2], int64, on the CPU."""
+    """Returns global size and key: [2], int64, on the CPU."""
     group, sizes = compat.process_group(a.group_name), [int(n) for n in a.sizes]
     if len(sizes) != group.size():
         raise CollectiveError(f"sharding_shapes has {len(sizes)} sizes for a mesh dim of {group.size()} ranks: {sizes}")
@@ -96,7 +95,7 @@ def _state(a: StatePartition) -> Tensor:
 
 
 def _size_and_key(sizes: list[int]) -> Tensor:
-    """On the CPU, where they are read: on a GPU the host would have to wait for it."""
+    """Returns size and key on the CPU, where they are read without a device synchronization."""
     partition = Partition.of_sizes([0], [len(sizes)], sizes)
     return torch.tensor([partition.size, partition.key], device="cpu")
 

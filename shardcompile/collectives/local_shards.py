@@ -1,4 +1,4 @@
-"""This rank's shard of a whole, and a whole of zeros but for this rank's local shard. Nothing is sent."""
+"""Takes the local shard of a full tensor, and places it into a full tensor of zeros. No communication."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TakeShard(NamedTuple):
     """Arguments of `take_shard`.
 
     Attributes:
-        input: the whole.
-        dim: that is sharded.
-        shard: how many rows this rank has.
-        sharded: the shards.
-        group_name: the ranks.
+        input: the full tensor.
+        dim: the dim to shard.
+        shard: local shard size.
+        partition: the partition of the dim.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -36,11 +36,11 @@ class PlaceShard(NamedTuple):
     """Arguments of `place_shard`.
 
     Attributes:
-        input: this rank's local shard.
-        dim: that is sharded.
-        total: what the shards add up to.
-        sharded: the shards.
-        group_name: the ranks.
+        input: the local shard.
+        dim: the sharded dim.
+        total: global size of the dim.
+        partition: the partition of the dim.
+        group_name: the process group.
     """
 
     input: Tensor

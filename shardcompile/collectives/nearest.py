@@ -1,7 +1,7 @@
-"""The nearest points of each query where the points lie sharded: one shard after the other, with running results.
+"""Nearest-neighbour search among sharded points: one shard after the other, with running results.
 
-A rank holds its local shard, one shard of another rank at a time, and its results. Every rank searches each shard for
-its own queries; shards travel as they are, straight from their owners.
+Each rank searches every shard for its own queries. It holds its local shard, one remote shard at a time, and its
+results. Shards are sent directly by their owners.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Nearest(NamedTuple):
     """Arguments of the op `nearest`.
 
     Attributes:
-        points: this rank's local shard.
-        queries: of this rank.
-        count: how many points are wanted.
-        reach: none that is farther away.
-        total: how many points there are.
-        sharded: the shards of points.
-        group_name: the ranks.
+        points: the local shard of the points.
+        queries: the local queries.
+        count: number of neighbours of each query.
+        reach: the largest distance of a neighbour.
+        total: global number of points.
+        partition: the partition of the points.
+        group_name: the process group.
     """
 
     points: Tensor
     queries: Tensor
-    count: int  # type: ignore[assignment]  # a field in place of a method of tuples that nobody asks for
+    count: int  # type: ignore[assignment]  # the field hides `tuple.count`, which is not used
     reach: float
     total: IntLike
     partition: GroupPartition
@@ -57,25 +57,25 @@ def nearest(
     partition: Partition | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest points of each query, in the order of their distances, of equal ones in that of their numbers.
+    """Finds the nearest points of each query, sorted by distance, and equal distances by index.
 
     Args:
-        points: this rank's local shard: [m, dims].
-        queries: any number of them: [n, dims], of the same dtype.
-        count: how many points are wanted.
-        reach: none that is farther away.
-        sharded: of all points, over one mesh dim; None if this rank has all of them.
+        points: the local shard of the points: [m, dims].
+        queries: the local queries: [n, dims], of the same dtype.
+        count: number of neighbours of each query.
+        reach: the largest distance of a neighbour.
+        partition: the partition of the points, over one mesh dim; None if this rank has all of them.
         mesh: the mesh.
 
     Returns:
-        Distances and numbers of points: [n, count], infinite and the number of all points where there are no more; and
-        how many points are within reach: [n].
+        Distances and global indices of the neighbours: [n, count]; infinity and the global number of points where
+        there are no more. And the number of points within reach: [n].
     """
     n, points, queries = queries.shape[0], points.detach(), queries.detach()
     if partition is None:
         found = torch.ops.shardcompile.nearest_here(points, queries, count, reach)
     else:
-        assert mesh is not None, "a partition is one over a mesh dim"
+        assert mesh is not None, "a partition needs its mesh"
         (mesh_dim,) = partition.mesh_dims
         ref = partition.group_ref(compat.coordinate(mesh) or ())
         group_name = compat.group_name_of(mesh, mesh_dim)
@@ -121,7 +121,7 @@ NEAREST = Descriptor(
     _nearest,
     fake=lambda a: _fake(a.queries, a.count),
     traffic=even_gather,
-    states=("sharded of", "dims"),
+    states=("shard sizes", "dims"),
     of_one_rank=True,
     moves_rows=False,
 )

@@ -1,4 +1,4 @@
-"""Collectives that have started, and the wait for them."""
+"""Pending results of collectives that have started, and the wait for them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardcompile.collectives import ordered_ints
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that has started.
+    """The result of a collective that has started.
 
     Attributes:
-        flat: what it writes.
-        rows: shape of the result with `dim` first.
-        dim: where the rows go.
+        flat: the flat tensor that it writes.
+        rows: shape of the result with `dim` outermost.
+        dim: position of the outermost dim in the result.
     """
 
     flat: Tensor
@@ -28,15 +28,15 @@ class Pending:
 
     @staticmethod
     def of(flat: Tensor, shape: Sequence[object], dim: int, size: object) -> Pending:
-        """A collective whose result has the given shape, but for the size of `dim`."""
+        """Returns the pending result of this shape, with `dim` replaced by `size`."""
         return Pending(flat, (size, *(s for d, s in enumerate(shape) if d != dim)), dim)
 
     def result(self) -> Tensor:
-        """The result, not to be read before the wait."""
+        """Returns the result, which must not be read before the wait."""
         return self._shaped(self.flat)
 
     def wait(self) -> Tensor:
-        """Complete the collective; keeps it alive in a graph even if its result is empty on this rank."""
+        """Waits for the collective; keeps it alive in a graph even if its result is empty on this rank."""
         return self._shaped(wait(self.flat))
 
     def _shaped(self, flat: Tensor) -> Tensor:
@@ -46,12 +46,12 @@ class Pending:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A reduction that has started of numbers in another form: in a wider dtype, or floats encoded for a maximum.
+    """The result of a reduction that has started on converted values: of a wider dtype, or `ordered_ints`.
 
     Attributes:
-        pending: the collective.
-        encoded: the dtype that was encoded; None if numbers were only made wider.
-        dtype: of the result.
+        pending: the result in the converted form.
+        encoded: the float dtype that `ordered_ints` encoded; None if values were only converted to a wider dtype.
+        dtype: dtype of the result.
     """
 
     pending: Pending
@@ -59,14 +59,14 @@ class Decoded:
     dtype: torch.dtype
 
     def wait(self) -> Tensor:
-        """Complete the collective."""
+        """Waits for the collective, then decodes its result."""
         out = self.pending.wait()
         return (out if self.encoded is None else ordered_ints.decode(out, self.encoded)).to(self.dtype)
 
     result = wait
-    """What is decoded has been read, so that there is nothing to give before the wait."""
+    """Decoding reads the result, so that there is none before the wait."""
 
 
 def wait(x: Tensor | Pending | Decoded) -> Tensor:
-    """Complete an asynchronous collective."""
+    """Waits for an asynchronous collective and returns its result."""
     return torch.ops._c10d_functional.wait_tensor(x) if isinstance(x, Tensor) else x.wait()

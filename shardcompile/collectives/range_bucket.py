@@ -1,8 +1,8 @@
-"""Several fetches of rows, or returns, between the same ranks as one collective: halos, slices, rolls.
+"""Bucketed range exchanges: several fetches or returns of rows (halos, slices, rolls) as one collective.
 
-What a pass puts in place of single collectives. Nothing is packed: messages go as they lie, and arrive in place. The
-result holds the members one after the other, each as its own collective would have given it, flat and rows first. No
-gradients: passes run when these are traced.
+A pass replaces single collectives by these. Nothing is packed: messages are sent from and received into their places.
+The result is flat and holds the results of the members one after the other, each with the sharded dim first. There are
+no gradients, since passes run after autograd has been traced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardcompile.collectives import halo_exchange, ranges
 from shardcompile.collectives.descriptor import Descriptor, rows_of
 from shardcompile.collectives.exchange import Exchange
-from shardcompile.collectives.halo_exchange import FETCH_AROUND, RETURN_AROUND, Around
+from shardcompile.collectives.halo_exchange import FETCH_HALO, RETURN_HALO, HaloExchange
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.collectives.traffic import Member
 from shardcompile.sharding import GroupPartition, IntLike
@@ -27,13 +27,13 @@ class RangeBucket(NamedTuple):
 
     Attributes:
         inputs: the payloads.
-        kinds: of the members, with spaces between them.
-        dims: of the rows.
-        numbers: the row indices that a record has, in its order, and what follows from ``reach``.
-        counts: how many numbers each member has.
-        fills: what rows outside of the dim hold; empty if no member wants any.
-        partitions: the partitions that a record has, in its order.
-        group_name: the ranks.
+        kinds: kinds of the members, separated by spaces.
+        dims: sharded dims of the members.
+        numbers: the ints of each member's record in the order of its fields, then its ``reach``.
+        counts: how many of `numbers` each member has.
+        fills: value of the rows outside of the dim, for each member; empty if no member wants such rows.
+        partitions: the partitions of each member's record in the order of its fields.
+        group_name: the process group.
     """
 
     inputs: list[Tensor]
@@ -46,18 +46,18 @@ class RangeBucket(NamedTuple):
     group_name: str
 
 
-Record = Ranges | Around
-"""Arguments of a member."""
+Record = Ranges | HaloExchange
+"""The arguments of a member."""
 
 
-class _Form(NamedTuple):
-    """How a kind takes part.
+class _MemberKind(NamedTuple):
+    """How collectives of one kind take part in a bucket.
 
     Attributes:
         of: the collective.
-        exchange: a rank's part in it.
-        numbers: names of the row indices.
-        partitions: names of the partitions.
+        exchange: returns this rank's exchange in it.
+        numbers: names of the record's int fields.
+        partitions: names of the record's partition fields.
     """
 
     of: Descriptor[Any]
@@ -67,65 +67,65 @@ class _Form(NamedTuple):
 
 
 _RANGES = ("total", "shard"), ("src", "dst")
-_AROUND = ("before", "after", "total", "shard"), ("partition",)
-_FORMS = {
-    form.of.kind: form
-    for form in (
-        _Form(FETCH_RANGES, ranges.exchange_to_fetch, *_RANGES),
-        _Form(RETURN_RANGES, ranges.exchange_to_return, *_RANGES),
-        _Form(FETCH_AROUND, halo_exchange.exchange_to_fetch, *_AROUND),
-        _Form(RETURN_AROUND, halo_exchange.exchange_to_return, *_AROUND),
+_HALO = ("before", "after", "total", "shard"), ("partition",)
+_MEMBER_KINDS = {
+    spec.of.kind: spec
+    for spec in (
+        _MemberKind(FETCH_RANGES, ranges.exchange_to_fetch, *_RANGES),
+        _MemberKind(RETURN_RANGES, ranges.exchange_to_return, *_RANGES),
+        _MemberKind(FETCH_HALO, halo_exchange.exchange_to_fetch, *_HALO),
+        _MemberKind(RETURN_HALO, halo_exchange.exchange_to_return, *_HALO),
     )
 }
 
 
 def is_filled(record: Record) -> bool:
-    """Whether a member wants rows outside of the dim. In a bucket all do, or none does."""
+    """Returns whether a member wants rows outside of the dim. In a bucket all members do, or none does."""
     return isinstance(record, Ranges) and record.fill is not None
 
 
 def together(kinds: Sequence[str], records: Sequence[Record]) -> RangeBucket:
-    """The arguments of a bucket.
+    """Returns the arguments of a bucket.
 
     Args:
-        kinds: of the members.
-        records: their arguments, of one group.
+        kinds: kinds of the members.
+        records: arguments of the members, which have one process group.
     """
     numbers, counts, fills, partitions = [], [], [], []
     for kind, record in zip(kinds, records, strict=True):
-        form = _FORMS[kind]
-        own = [getattr(record, name) for name in form.numbers]
+        spec = _MEMBER_KINDS[kind]
+        own = [getattr(record, name) for name in spec.numbers]
         if isinstance(record, Ranges):
             own += record.reach
             fills += [] if record.fill is None else [record.fill]
         numbers += own
         counts.append(len(own))
-        partitions += [getattr(record, name) for name in form.partitions]
+        partitions += [getattr(record, name) for name in spec.partitions]
     inputs, dims = [record.input for record in records], [record.dim for record in records]
     return RangeBucket(inputs, " ".join(kinds), dims, numbers, counts, fills, partitions, records[0].group_name)
 
 
-def members_of(a: RangeBucket) -> list[tuple[_Form, Record]]:
-    """How each member takes part, and its arguments."""
+def members_of(a: RangeBucket) -> list[tuple[_MemberKind, Record]]:
+    """Returns the kind and the arguments of each member."""
     numbers, fills, partitions = iter(a.numbers), iter(a.fills), iter(a.partitions)
-    found: list[tuple[_Form, Record]] = []
+    found: list[tuple[_MemberKind, Record]] = []
     for x, kind, dim, count in zip(a.inputs, a.kinds.split(), a.dims, a.counts, strict=True):
-        form = _FORMS[kind]
+        spec = _MEMBER_KINDS[kind]
         own = [next(numbers) for _ in range(count)]
-        named, reach = dict(zip(form.numbers, own[: len(form.numbers)], strict=True)), own[len(form.numbers) :]
-        named |= {name: next(partitions) for name in form.partitions}  # type: ignore[misc]
-        if form.of.arguments is Around:
-            record: Record = Around(x, dim, **named, group_name=a.group_name)  # type: ignore[arg-type]
+        named, reach = dict(zip(spec.numbers, own[: len(spec.numbers)], strict=True)), own[len(spec.numbers) :]
+        named |= {name: next(partitions) for name in spec.partitions}  # type: ignore[misc]
+        if spec.of.arguments is HaloExchange:
+            record: Record = HaloExchange(x, dim, **named, group_name=a.group_name)  # type: ignore[arg-type]
         else:
             fill = next(fills) if a.fills else None
             record = Ranges(x, dim, **named, reach=reach, fill=fill, group_name=a.group_name)  # type: ignore[arg-type]
-        found.append((form, record))
+        found.append((spec, record))
     return found
 
 
-def _shape(form: _Form, record: Record) -> tuple[Any, ...]:
-    """Of a member's result, rows first."""
-    return rows_of(record.input.shape, form.of.sizes(record))[0]  # type: ignore[misc]
+def _shape(spec: _MemberKind, record: Record) -> tuple[Any, ...]:
+    """Returns the shape of a member's result, with the sharded dim outermost."""
+    return rows_of(record.input.shape, spec.of.sizes(record))[0]  # type: ignore[misc]
 
 
 def _run(a: RangeBucket) -> Tensor:
@@ -133,22 +133,22 @@ def _run(a: RangeBucket) -> Tensor:
     lengths = [math.prod(map(int, _shape(*member))) for member in members]
     out = a.inputs[0].new_empty([sum(lengths)])
     parts = out.split(lengths)
-    exchanges = [form.exchange(record, part) for (form, record), part in zip(members, parts, strict=True)]
+    exchanges = [spec.exchange(record, part) for (spec, record), part in zip(members, parts, strict=True)]
     last_steps = [e.then for e in exchanges if e.then is not None]
 
     def finish() -> None:
         for step in last_steps:
             step()
 
-    # Two messages between the same ranks come in the order in which they go: that of the members.
-    whole = Exchange(
+    # Messages between two ranks arrive in the order in which they are sent: that of the members.
+    combined = Exchange(
         out,
         [message for e in exchanges for message in e.sends],
         [message for e in exchanges for message in e.receives],
         (tuple(n for e in exchanges for n in _flat(e.stated)),),
         finish if last_steps else None,
     )
-    return whole.start(RANGE_BUCKET, a.group_name)
+    return combined.start(RANGE_BUCKET, a.group_name)
 
 
 def _flat(stated: Sequence[object]) -> list[object]:
@@ -160,7 +160,7 @@ def _fake(a: RangeBucket) -> Tensor:
 
 
 def _members(a: RangeBucket, n: int | None) -> list[Member]:
-    return [m for form, record in members_of(a) for m in form.of.members_of(record, n)]
+    return [m for spec, record in members_of(a) for m in spec.of.members_of(record, n)]
 
 
 RANGE_BUCKET = Descriptor(
@@ -170,7 +170,7 @@ RANGE_BUCKET = Descriptor(
     fake=_fake,
     members=_members,
     traffic=ranges.traffic,
-    whole=lambda a: sum(form.of.whole(record) for form, record in members_of(a)),  # type: ignore[misc]
+    whole=lambda a: sum(spec.of.whole(record) for spec, record in members_of(a)),  # type: ignore[misc]
     states=("members",),
     told=True,
 )

@@ -1,6 +1,6 @@
-"""Ranges of rows that ranks want of what others hold, and the way back for sums: each the other's adjoint.
+"""Range exchange: each rank fetches a range of rows from their owners; the adjoint adds rows on their owners.
 
-Several of them between the same ranks meet in a bucket, see `shardcompile.collectives.range_bucket`.
+Several such collectives of one group join a bucket, see `shardcompile.collectives.range_bucket`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class Ranges(NamedTuple):
     """Arguments of `fetch_ranges` and `return_ranges`.
 
     Attributes:
-        input: this rank's local shard; of a return what belongs to the rows that it wants.
-        dim: of the rows.
-        total: how many rows there are.
-        shard: how many rows this rank gets.
-        src: the shards that ranks hold.
-        dst: the shards that ranks want.
-        reach: empty if the shards of `dst` themselves are wanted. Otherwise they are shards of other rows, and wanted
-            is what these read: `count`, `num`, `den`, `before` and `after` say that there are `count`, of which row j
-            reads those from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down.
-        fill: what rows outside of the dim hold; None if none are wanted.
-        group_name: the ranks.
+        input: the local shard; of a return the values for the rows that this rank wants.
+        dim: the sharded dim.
+        total: global size of the dim.
+        shard: number of rows in this rank's result.
+        src: the partition of the rows.
+        dst: the partition whose shards the ranks want.
+        reach: empty if the shards of `dst` themselves are wanted. Otherwise `dst` partitions other rows, such as the
+            windows of a convolution, and a rank wants what its rows read: of `count` rows, row j reads the rows from
+            ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down. The list holds
+            `count`, `num`, `den`, `before` and `after`.
+        fill: value of rows outside of the dim; None if no such rows are wanted.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -54,7 +55,7 @@ class Ranges(NamedTuple):
 
 
 def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
-    """The range of rows that each rank wants."""
+    """Returns the range of rows that each rank wants."""
     if not a.reach:
         wanted = shards_of(int(a.total), a.dim, a.dst, ranks, what)
     else:
@@ -68,11 +69,11 @@ def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
 
 
 def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
-    """A rank's part in `fetch_ranges`.
+    """Returns this rank's exchange of `fetch_ranges`.
 
     Args:
         a: the arguments.
-        out: flat, to be written; None for new memory.
+        out: a flat tensor to write; None for new memory.
     """
     group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
     held = shards_of(int(a.total), a.dim, a.src, group.size(), what)
@@ -81,14 +82,14 @@ def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
 
 
 def exchange_to_return(a: Ranges, out: Tensor | None = None) -> Exchange:
-    """A rank's part in `return_ranges`; arguments as of `exchange_to_fetch`."""
+    """Returns this rank's exchange of `return_ranges`. The arguments are those of `exchange_to_fetch`."""
     group, what = compat.process_group(a.group_name), RETURN_RANGES.kind
     held = shards_of(int(a.total), a.dim, a.src, group.size(), what)
     return return_wanted(what, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.shard), group, out)
 
 
 def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
-    """What the others get of a shard. Only that is put in order of rows: a halo is little of a shard."""
+    """Returns the pieces of a shard for other ranks. Only these are made contiguous: a halo is small beside a shard."""
     ranges = [(p, a, b) for p, (a, b) in enumerate(to_peers) if p != me and b > a]
     return [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p, a, b in ranges]
 
@@ -104,18 +105,18 @@ def fetch_wanted(
     fill: float | None = None,
     out: Tensor | None = None,
 ) -> Exchange:
-    """To get the range of rows that each rank wants from whoever holds them.
+    """Returns this rank's exchange in which each rank fetches a range of rows from their owners.
 
     Args:
         what: the op, for messages.
-        x: this rank's local shard.
-        dim: of the rows.
+        x: the local shard.
+        dim: the sharded dim.
         held: the range that each rank holds.
         wanted: the range that each rank wants.
-        shard: how many rows this rank wants.
-        group: the ranks.
-        fill: what rows outside of the dim hold; None if none are wanted.
-        out: flat, for the rows; None for new memory.
+        shard: number of rows that this rank wants.
+        group: the process group.
+        fill: value of rows outside of the dim; None if no such rows are wanted.
+        out: a flat tensor for the rows; None for new memory.
     """
     me, total = group.rank(), held[-1][1]
     check_shard(x.shape, dim, held[me], me, what)
@@ -142,17 +143,17 @@ def return_wanted(
     group: ProcessGroup,
     out: Tensor | None = None,
 ) -> Exchange:
-    """The adjoint of `fetch_wanted`: rows go to those that hold them, and are added there.
+    """Returns this rank's exchange of the adjoint of `fetch_wanted`: rows are sent to their owners and added there.
 
     Args:
         what: the op, for messages.
-        x: what belongs to the rows that this rank wants.
-        dim: of the rows.
+        x: the values for the rows that this rank wants.
+        dim: the sharded dim.
         held: as for `fetch_wanted`.
         wanted: as for `fetch_wanted`.
-        shard: how many rows this rank holds.
-        group: the ranks.
-        out: flat, for the sums; None for new memory.
+        shard: local number of rows.
+        group: the process group.
+        out: a flat tensor for the sums; None for new memory.
     """
     me = group.rank()
     check_shard(x.shape, dim, wanted[me], me, what)
@@ -188,7 +189,7 @@ def _adjoint(of: Callable[[], Descriptor[Ranges]]) -> Callable[[Ranges, torch.Si
 
 
 def _inverse(a: Ranges, back: Ranges) -> Ranges | None:
-    """None for what rows read: it has no inverse."""
+    """Returns None where `reach` is set: windows may overlap, so that there is no inverse."""
     return None if a.reach else a._replace(input=back.input, shard=back.shard, src=a.dst, dst=a.src)
 
 
@@ -205,7 +206,7 @@ def _return_members(a: Ranges, n: int | None) -> list[Member]:
 
 
 def _wanted_side(a: Ranges, size: IntLike, n: int | None) -> GroupShards:
-    """What ranks want of the rows that others hold: shards, or what rows of theirs read."""
+    """Returns the shards of wanted rows: those of `dst`, or what they read, as shards with a halo."""
     if not a.reach:
         return GroupShards.of(a.dst, a.total, size, n)
     count, num, den, before, after = map(compat.size_hint, a.reach)
@@ -224,19 +225,19 @@ def _held_side(a: Ranges, size: IntLike, n: int | None, wanted: GroupShards) -> 
 
 
 def load(members: Sequence[Member], n: int) -> Load:
-    """What each rank sends to others, and gets from them."""
+    """Returns the bytes that each rank sends to others and receives from them."""
     return Load(np.sum([_moved(m, n) for m in members], axis=0))
 
 
 def _moved(m: Member, n: int) -> np.ndarray:
-    """Bytes that each rank sends, and that it gets."""
+    """Returns the bytes that each rank sends and receives for one member: [2, n]."""
     if m.arriving is not None:
         return np.array([m.arriving, m.arriving])
     assert m.put is not None and m.get is not None
     narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
     held, wanted = narrow.sizes or narrow.assumed, wide.sizes or wide.assumed
     if held is None or wanted is None:
-        # Partitions that are known at run time only: all but one part in n may have to move.
+        # Unbacked partitions: all but one part in n may have to move.
         return np.full((2, n), (n - 1) / n * m.nbytes / n)
     taken, given = _moved_rows(held, wanted, wide.halo)
     moved = [given, taken] if narrow is m.put else [taken, given]
@@ -244,17 +245,17 @@ def _moved(m: Member, n: int) -> np.ndarray:
 
 
 def traffic(members: Sequence[Member], n: int) -> Traffic:
-    """What a rank wants and does not hold."""
+    """Returns the traffic of the rows that ranks want and do not hold."""
     return moved(load(members, n))
 
 
 def moved(load: Load) -> Traffic:
-    """What is sent as it lies, and arrives in place, by what each rank sends and gets."""
+    """Returns the traffic of a load that is sent and received in place, without packing."""
     return Traffic(load.largest, load.whole)
 
 
 def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[list[int], list[int]]:
-    """Rows that each rank takes from others and gives to others. A halo counts half on either side."""
+    """Returns the rows that each rank receives from others and sends to others. Half of a halo is on either side."""
     before, after = halo - halo // 2, halo // 2
     total = sum(held)
     own = transport.running_ends(held)
@@ -294,7 +295,7 @@ FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
     joins=JOINS,
-    states=("dim", "sharded of", "to dim", "in", "other sizes"),
+    states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
     told=True,
     as_integers=True,
 )
@@ -310,6 +311,6 @@ RETURN_RANGES: Descriptor[Ranges] = Descriptor(
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
     joins=JOINS,
-    states=("dim", "sharded of", "to dim", "in", "other sizes"),
+    states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
     told=True,
 )

@@ -1,4 +1,4 @@
-"""Rows that read rows of other ranks: windows of a convolution or a pool that reach over the edges of shards."""
+"""Halo reads of windowed ops: convolution and pooling windows that reach over the edges of shards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardcompile.sharding import IntLike, Partition
 
 @dataclass(frozen=True)
 class Window:
-    """Which rows of a dim are read for a row of the result.
+    """The rows of an input dim that are read for a row of the result.
 
-    For row j those from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down. It is
-    computed where row ``(j * num + shift) / den`` is.
+    Row j reads the rows from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down. It
+    is computed on the rank that holds row ``(j * num + shift) / den``.
 
     Attributes:
-        num: rows from one window to the next, times `den`.
-        den: rows of the result for one that is read.
+        num: stride from one window to the next in input rows, times `den`.
+        den: rows of the result per input row, more than 1 for transposed convolutions.
         before: see above.
         after: see above.
         shift: see above.
@@ -36,21 +36,22 @@ class Window:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether row j is computed where row j is."""
+        """Whether row j reads rows symmetrically around input row j, and is computed on its rank."""
         numbers = (self.num, self.den, self.shift, self.after)
         return all(isinstance(n, int) for n in numbers) and numbers == (1, 1, 0, self.before)
 
     def first_read(self, row: IntLike) -> IntLike:
-        """The first row that is read for a row of the result; may be in front of the dim."""
+        """Returns the first row that a row of the result reads; may be negative, which is outside of the dim."""
         return -((self.before - row * self.num) // self.den)
 
 
 def _partition_and_shift(
     held: Partition, count: IntLike, window: Window, mesh: DeviceMesh
 ) -> tuple[Partition | None, IntLike]:
-    """The partition of a result if its rows stay with rows of the dim, and by how many rows the two are apart.
+    """Returns the partition of a result whose rows stay with input rows, and the shift between the two.
 
-    They stay with those that the dim had before others were added around them, or has. None if windows decide.
+    They stay with the rows that the input had before padding was added, or with those that it has. The partition is
+    None if the windows determine it.
     """
     if (window.num, window.den) == (1, 1):
         if held.core is not None and compat.statically_known_true(count == held.core[0].size):
@@ -62,14 +63,14 @@ def _partition_and_shift(
 
 @dataclass(frozen=True)
 class Reads:
-    """What is read along one sharded dim.
+    """The rows that a windowed op reads along one sharded dim.
 
     Attributes:
         dim: the dim.
-        held: its partition, over one mesh dim.
-        sharded: of the result.
-        window: which rows are read.
-        rows: how many this rank reads, those outside of the dim included.
+        held: the partition of the input, over one mesh dim.
+        partition: the partition of the result.
+        window: the rows that each row of the result reads.
+        rows: number of rows that this rank reads, including those outside of the dim.
         mesh: the mesh.
     """
 
@@ -82,7 +83,7 @@ class Reads:
 
     @staticmethod
     def of(dim: int, held: Partition, count: IntLike, window: Window, mesh: DeviceMesh) -> Reads:
-        """What is read for `count` rows along a dim."""
+        """Returns the reads for `count` rows of the result."""
         w = window
         same = w.is_aligned and compat.same_symbol(count, held.size)
         if same and w.before == 0:
@@ -93,22 +94,22 @@ class Reads:
 
     @property
     def first(self) -> IntLike:
-        """Where this rank's rows of the result begin."""
+        """Index of this rank's first row of the result."""
         return derive("located", [self.partition], [], self.partition.size, self.mesh)[1]
 
     @property
     def count(self) -> IntLike:
-        """How many rows of the result this rank has."""
+        """Number of this rank's rows of the result."""
         return shard_size(self.partition, self.mesh)
 
     def fetch(self, x: Tensor, fill: float) -> Tensor:
-        """A shard with all rows that are read, those outside of the dim filled with a number."""
+        """Returns the local shard with all rows that are read; rows outside of the dim have the value `fill`."""
         if not self._reaches_out:
             return x
         return FETCH_RANGES.start(self._arguments(x, self.rows, fill)).wait()
 
     def give_back(self, x: Tensor) -> Tensor:
-        """The way back for gradients: sums of what the ranks have for the rows of a shard."""
+        """The adjoint of `fetch`: sums the gradients that all ranks have for the rows of the local shard."""
         if not self._reaches_out:
             return x
         shard = shard_size(self.held, self.mesh)
@@ -116,7 +117,7 @@ class Reads:
 
     @property
     def _reaches_out(self) -> bool:
-        return self.partition is not self.held or bool(self.window.before)  # a number, if it is the same partition
+        return self.partition is not self.held or bool(self.window.before)  # an int if it is the same partition
 
     def _arguments(self, x: Tensor, shard: IntLike, fill: float) -> Ranges:
         (mesh_dim,) = self.held.mesh_dims

@@ -1,4 +1,4 @@
-"""All-reduce: torch's own, with what it lacks: it states what it is, takes narrow dtypes, and NaN wins a maximum."""
+"""All-reduce: torch's own, with deadlock diagnosis, support for narrow dtypes, and maxima that propagate NaN."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _c10d = torch.ops._c10d_functional
 
 
 class AllReduce(NamedTuple):
-    """Arguments of `all_reduce`, with one payload or, in torch's coalesced form, several.
+    """Arguments of `all_reduce`, with one payload or, for torch's coalesced op, several.
 
     Attributes:
-        input: a term.
+        input: a term of the reduction.
         reduce_op: the reduction.
-        group_name: the ranks.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -47,8 +47,8 @@ def _reduce(a: AllReduce) -> Tensor:
         call.meet()
         call.run([work.wait for work in start()])
 
-    # torch adds up whatever meets: ranks that differ would get wrong numbers. To start does not wait for the others,
-    # so that where they have to meet, the collective starts when it is waited for.
+    # torch reduces whatever the ranks pass: if they differ, results would be wrong, so they first meet at a barrier. To
+    # start must not wait for other ranks, so that where they have to meet, the collective starts in its wait.
     if call.has_to_meet():
         transport.complete(out, call, [], meet_and_run)
     else:
@@ -63,7 +63,7 @@ def _adjoint(a: AllReduce, shape: torch.Size, grad: Tensor) -> Tensor:
 
 
 def _traffic(members: Sequence[Member], n: int) -> Traffic:
-    """A reduce-scatter and an all-gather."""
+    """Returns the traffic of a reduce-scatter and an all-gather."""
     half = even_scatter(members, n)
     return Traffic(2 * half.busiest, 2 * half.total)
 
@@ -96,12 +96,12 @@ ALL_REDUCE = Descriptor(
 
 
 def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
-    """Start an all-reduce, in a graph flat as the other collectives are; NaN wins a maximum and a minimum.
+    """Starts an all-reduce, in a graph on a flat tensor like other collectives; maximum and minimum propagate NaN.
 
     Args:
-        x: a term.
+        x: a term of the reduction.
         reduce_op: the reduction.
-        group_name: the ranks.
+        group_name: the process group.
 
     Raises:
         CollectiveError: there is no such reduction of this dtype.
@@ -123,7 +123,7 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
 
 def _start(x: Tensor, reduce_op: str, group_name: str) -> Pending:
     flat = x
-    if x.ndim > 1 and type(x) is not Tensor:  # an eager one keeps its shape, which an error names
-        with compat.without_guards(x):  # `reshape` asks how the shard is stored, and would specialise on its size
+    if x.ndim > 1 and type(x) is not Tensor:  # in eager code it keeps its shape for error messages
+        with compat.without_guards(x):  # `reshape` queries the strides, and would specialise on the local shard size
             flat = x.reshape([-1])
     return Pending(ALL_REDUCE.call(AllReduce(flat, reduce_op, group_name)), tuple(x.shape), 0)

@@ -1,4 +1,4 @@
-"""Shards in the reverse order of the ranks."""
+"""Reflects shards over the ranks: each rank gets the shard of the rank at the opposite end of the group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardcompile.collectives.traffic import GroupShards, Member, Traffic, is_nu
 from shardcompile.sharding import IntLike
 
 
-class MirrorShards(NamedTuple):
+class ReflectShards(NamedTuple):
     """Arguments of `mirror_shards`.
 
     Attributes:
-        input: this rank's local shard.
-        dim: that is sharded.
-        shard: how many rows this rank gets.
-        group_name: the ranks.
+        input: the local shard.
+        dim: the sharded dim.
+        shard: number of rows in this rank's result.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -32,14 +32,14 @@ class MirrorShards(NamedTuple):
     group_name: str
 
 
-def _run(a: MirrorShards) -> Tensor:
-    """The shard of the rank that is as far from the last one as this rank is from the first."""
+def _run(a: ReflectShards) -> Tensor:
+    """Exchanges shards with rank ``n - 1 - rank``. The rows of a shard keep their order."""
     group, x, shard = compat.process_group(a.group_name), a.input, int(a.shard)
     peer = group.size() - 1 - group.rank()
     out = new_rows(x, a.dim, shard)
     rows, target = transport.rows_first(x, a.dim), as_rows(out, x, a.dim, shard)
-    # Also by the rank in the middle: ranks count their calls.
-    call = MIRROR_SHARDS.enter(group, x.dtype, a.dim, other_sizes(x, a.dim))
+    # Also on the rank in the middle: the calls of all ranks are counted.
+    call = REFLECT_SHARDS.enter(group, x.dtype, a.dim, other_sizes(x, a.dim))
     if peer == group.rank():
         target.copy_(rows)
     else:
@@ -47,11 +47,11 @@ def _run(a: MirrorShards) -> Tensor:
     return out
 
 
-def _adjoint(a: MirrorShards, shape: torch.Size, grad: Tensor) -> Tensor:
-    return MIRROR_SHARDS.start(a._replace(input=grad, shard=shape[a.dim])).wait()
+def _adjoint(a: ReflectShards, shape: torch.Size, grad: Tensor) -> Tensor:
+    return REFLECT_SHARDS.start(a._replace(input=grad, shard=shape[a.dim])).wait()
 
 
-def _members(a: MirrorShards, n: int | None) -> list[Member]:
+def _members(a: ReflectShards, n: int | None) -> list[Member]:
     put, get = (GroupShards(None, is_number(size)) for size in (a.input.shape[a.dim], a.shard))
     return [Member(put, get, nbytes_of(a.input))]
 
@@ -61,9 +61,9 @@ def _traffic(members: Sequence[Member], n: int) -> Traffic:
     return Traffic(payload, n * payload)
 
 
-MIRROR_SHARDS = Descriptor(
+REFLECT_SHARDS = Descriptor(
     "mirror_shards",
-    MirrorShards,
+    ReflectShards,
     _run,
     sizes=lambda a: {a.dim: a.shard},
     adjoint=_adjoint,

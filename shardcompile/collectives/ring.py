@@ -1,8 +1,7 @@
-"""Shards that travel a number of ranks on: each rank of a group gets the shard of the one `by` places before it.
+"""Ring exchange of shards: each rank of a group gets the shard of the rank `by` positions before it.
 
-A rank holds its local shard and one other at a time, where a gather holds all. So that no step begins before there is
-room for what it brings, it can be told `after` which tensor it starts; a graph then has an edge that every compiler
-keeps.
+A rank holds its local shard and one other at a time, where an all-gather holds all. A control dependency bounds this
+memory: a step can be given a tensor `after` which it starts, an edge of the graph that every compiler keeps.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class RingStep(NamedTuple):
     """Arguments of `fetch_shard` and `return_shard`.
 
     Attributes:
-        inputs: this rank's shards, of one dtype; of a return what is for shards that came.
-        dims: of the rows of each.
-        total: how many rows there are.
-        shard: how many rows this rank gets.
-        by: how many places the shards travel.
-        around: whether the first ranks get shards of the last ones.
-        sharded: the shards.
-        after: what has to be there before it starts.
-        group_name: the ranks.
+        inputs: local shards, of one dtype; of a return the values for fetched shards.
+        dims: sharded dim of each input.
+        total: global number of rows.
+        shard: number of rows in this rank's results.
+        by: distance in ranks over which shards are sent.
+        around: whether the ring is closed, so that the first ranks get shards of the last ones.
+        partition: the partition of the rows.
+        after: a tensor that must be complete before the step starts: a control dependency.
+        group_name: the process group.
     """
 
     inputs: list[Tensor]
@@ -53,33 +52,34 @@ class RingStep(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingShards:
-    """Shards that are on their way.
+    """Shards of a ring step that has started.
 
     Attributes:
-        flat: what is written: one shard after the other.
-        shapes: of the shards.
+        flat: the flat tensor that is written: one shard after the other.
+        shapes: shapes of the shards.
     """
 
     flat: Tensor
     shapes: list[list[IntLike]]
 
     def wait(self) -> list[Tensor]:
-        """The shards, once they are there."""
+        """Waits for the step and returns its shards."""
         flat = wait(self.flat)
         parts = flat.split_with_sizes([math.prod(shape) for shape in self.shapes])  # type: ignore[no-untyped-call]
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class Ring:
-    """The ranks along a mesh dim, of which each has a shard of rows.
+    """The ring of ranks along a mesh dim, each with a shard of rows.
 
     Args:
-        sharded: of the rows, over one mesh dim.
+        partition: the partition of the rows, over one mesh dim.
         mesh: the mesh.
-        around: whether the first ranks get shards of the last ones; otherwise they get empty shards.
+        around: whether the ring is closed, so that the first ranks get shards of the last ones; otherwise they get
+            empty shards.
 
     Attributes:
-        ranks: how many there are.
+        ranks: number of ranks.
     """
 
     def __init__(self, partition: Partition, mesh: DeviceMesh, *, around: bool) -> None:
@@ -90,7 +90,7 @@ class Ring:
         self._group_name = compat.group_name_of(mesh, mesh_dim)
 
     def shard(self, by: int) -> tuple[IntLike, IntLike]:
-        """How many rows the shard has that a rank gets, and which row of the whole dim is its first."""
+        """Returns the size and the first global row of the shard that this rank gets from `by` positions before it."""
         if by == 0:
             first = derive("located", [self._partition], [], self._partition.size, self._mesh)[1]
             return shard_size(self._partition, self._mesh), first
@@ -102,20 +102,20 @@ class Ring:
     def fetch(
         self, shards: Sequence[Tensor], dims: Sequence[int], by: int, after: Tensor | None = None
     ) -> PendingShards:
-        """Start to get the shards of the rank `by` places before this one. They travel as they are stored.
+        """Starts to fetch the shards of the rank `by` positions before this one. They are sent in their memory order.
 
         Args:
-            shards: this rank's, of one dtype: several tensors with as many rows.
-            dims: of the rows of each.
+            shards: local shards of several tensors, of one dtype and with the same number of rows.
+            dims: sharded dim of each.
             by: 1 to ``ranks - 1``.
-            after: what has to be there before it starts.
+            after: a tensor that must be complete before the step starts.
         """
         return self._step(FETCH_SHARD, shards, dims, self.shard(by)[0], by, after)
 
     def give_back(self, shards: Sequence[Tensor], dims: Sequence[int], by: int) -> PendingShards:
-        """The adjoint of `fetch`: rows for shards that came go to the rank that they came from.
+        """The adjoint of `fetch`: the values for fetched shards are sent to the owners of the shards.
 
-        A rank whose shards nobody got receives zeros.
+        A rank whose shards were fetched by no rank receives zeros.
         """
         return self._step(RETURN_SHARD, shards, dims, self.shard(0)[0], by, None)
 
@@ -134,12 +134,12 @@ class Ring:
 
 
 def _with_size(x: Tensor, dim: int, size: IntLike) -> list[IntLike]:
-    """The shape of a tensor, had it this size along a dim."""
+    """Returns the shape of a tensor with another size along a dim."""
     return [size if d == dim else n for d, n in enumerate(x.shape)]
 
 
 def _numel(a: RingStep) -> list[IntLike]:
-    """Elements of what this rank gets, for each tensor."""
+    """Returns the number of elements that this rank gets, for each tensor."""
     return [math.prod(_with_size(x, d, a.shard)) for x, d in zip(a.inputs, a.dims, strict=True)]
 
 
@@ -148,20 +148,20 @@ def _step(a: RingStep, of: Descriptor[RingStep], *, back: bool) -> Tensor:
     me, n = group.rank(), group.size()
     held = shards_of(int(a.total), a.dims[0], a.partition, n, of.kind)
 
-    def other(distance: int) -> int | None:
+    def neighbour(distance: int) -> int | None:
         rank = me + distance
         return rank % n if a.around or 0 <= rank < n else None
 
-    before, behind = other(-a.by), other(a.by)
-    fetched = (0, 0) if before is None else held[before]
+    previous, following = neighbour(-a.by), neighbour(a.by)
+    fetched = (0, 0) if previous is None else held[previous]
     for x, dim in zip(shards, a.dims, strict=True):
         check_shard(x.shape, dim, fetched if back else held[me], me, of.kind)
-    source, target = (behind, before) if back else (before, behind)
+    source, target = (following, previous) if back else (previous, following)
     sizes = [int(numel) for numel in _numel(a)]
     out = shards[0].new_zeros([sum(sizes)]) if source is None else shards[0].new_empty([sum(sizes)])
     widths = [n for x, dim in zip(shards, a.dims, strict=True) for d, n in enumerate(x.shape) if d != dim]
     call = of.enter(group, shards[0].dtype, a.by, sizes_of(held), tuple(widths))
-    # Messages between two ranks of one call arrive in the order in which they are sent.
+    # Messages between two ranks arrive in the order in which they are sent.
     sends = [] if target is None else [(target, x.contiguous()) for x in shards]
     receives = [] if source is None else [(source, part) for part in out.split(sizes)]
     transport.complete(out, call, transport.exchange(call, sends, receives))
@@ -172,22 +172,22 @@ def _fake(a: RingStep) -> Tensor:
     return a.inputs[0].new_empty([sum(_numel(a))])
 
 
-def _away(a: RingStep, side: GroupShards) -> GroupShards:
-    """Shards that are on other ranks than their own: they do not know their partition."""
+def _fetched(a: RingStep, side: GroupShards) -> GroupShards:
+    """Returns the shards after a step: the sizes by the rank that fetched them, not by their owner."""
     if side.sizes is None:
         return side
     return replace(side, sizes=DERIVATIONS["shifted"]([side.sizes], a.by, a.around)[0])
 
 
 def _members(a: RingStep, n: int | None, *, back: bool) -> list[Member]:
-    """Shards that go where their partition says, and away from there, or back."""
+    """Returns members with the local shards on one side and the fetched shards on the other."""
     members = []
     for x, dim in zip(a.inputs, a.dims, strict=True):
         put, get = (
             GroupShards.of(a.partition, a.total, x.shape[dim], n),
             GroupShards.of(a.partition, a.total, a.shard, n),
         )
-        sides = (_away(a, put), get) if back else (put, _away(a, get))
+        sides = (_fetched(a, put), get) if back else (put, _fetched(a, get))
         members.append(Member(*sides, nbytes_with(x, dim, a.total)))
     return members
 
@@ -196,13 +196,13 @@ def _whole(a: RingStep) -> object:
     return sum(size_with(x, dim, a.total) for x, dim in zip(a.inputs, a.dims, strict=True))  # type: ignore[misc]
 
 
-def _traffic(nbytes: int, own: GroupShards | None, away: GroupShards | None, n: int) -> Traffic:
-    """What ranks have of other ranks' shards has come, or goes back."""
-    assert own is not None and away is not None
-    if own.sizes is None or away.sizes is None:
+def _traffic(nbytes: int, own: GroupShards | None, fetched: GroupShards | None, n: int) -> Traffic:
+    """Returns the traffic of the fetched shards; a return moves the same in the other direction."""
+    assert own is not None and fetched is not None
+    if own.sizes is None or fetched.sizes is None:
         return Traffic(nbytes / n, nbytes)
     rows = max(sum(own.sizes), 1)
-    return Traffic(nbytes * max(away.sizes) / rows, nbytes * sum(away.sizes) / rows)
+    return Traffic(nbytes * max(fetched.sizes) / rows, nbytes * sum(fetched.sizes) / rows)
 
 
 def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
@@ -222,7 +222,7 @@ FETCH_SHARD: Descriptor[RingStep] = Descriptor(
     traffic=_fetch_traffic,
     whole=_whole,
     source=lambda a: (a.total, a.partition),
-    states=("by", "sharded of", "other sizes"),
+    states=("by", "shard sizes", "other sizes"),
     told=True,
 )
 
@@ -235,6 +235,6 @@ RETURN_SHARD: Descriptor[RingStep] = Descriptor(
     traffic=_return_traffic,
     whole=_whole,
     source=lambda a: (a.total, a.partition),
-    states=("by", "sharded of", "other sizes"),
+    states=("by", "shard sizes", "other sizes"),
     told=True,
 )

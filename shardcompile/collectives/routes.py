@@ -1,8 +1,7 @@
-"""Rows that go where data says: how many, how they are sharded then, and the exchange that moves them.
+"""Data-dependent exchange of rows: gathers the counts, derives the new partition, and moves the rows.
 
-`counts` is a table, the same on every rank of a group: counts[s, d] rows go from rank s to rank d. It lies on the CPU,
-since messages are sent from there. Rows that leave a rank are in the order of their destinations; rows that arrive are
-in the order of their sources.
+`counts` is a rank-invariant table: counts[s, d] rows go from rank s to rank d. It is on the CPU, since the host issues
+the messages. Rows to send are ordered by destination; received rows are ordered by source.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from shardcompile.sharding.arguments import partition_schema
 _NOMINAL_ROWS = 64
 
 _OUT_OF_RANGE = -(2**62)
-"""What a rank says in place of each of its counts, and a number that is out of range added to it."""
+"""Added to an out-of-range index, and sent in place of each count of a rank that has one."""
 _FAR = 2**61
-"""Numbers beyond it are told as it."""
+"""Out-of-range indices are clamped to this magnitude."""
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
@@ -64,7 +63,7 @@ class GatherCounts(NamedTuple):
     Attributes:
         input: this rank's counts.
         wanted: for the message.
-        group_name: the ranks.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -76,11 +75,11 @@ class ExchangeRows(NamedTuple):
     """Arguments of the op `exchange_rows`; see the function.
 
     Attributes:
-        inputs: rows, in the order of their destinations.
-        counts: how many go where.
-        shard: how many arrive.
-        back: the other way.
-        group_name: the ranks.
+        inputs: payloads, with rows ordered by destination.
+        counts: the table of counts.
+        shard: number of rows that this rank receives.
+        back: whether rows take the reverse direction.
+        group_name: the process group.
     """
 
     inputs: list[Tensor]
@@ -91,65 +90,68 @@ class ExchangeRows(NamedTuple):
 
 
 def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not negative") -> Tensor:
-    """The counts that each rank of a group has: [ranks, k], int64, on the CPU.
+    """Gathers the counts of all ranks of a group: [ranks, k], int64, on the CPU.
 
     Args:
-        mine: this rank's: [k]; of a route the rows that it sends to each rank, or what `counts_in_range` gives.
-        group_name: the ranks.
-        wanted: what a rank that has a number out of range has not kept to, for the message.
+        mine: this rank's counts: [k]; for an exchange the number of rows that it sends to each rank. May be encoded by
+            `counts_in_range`.
+        group_name: the process group.
+        wanted: the condition that an out-of-range index violates, for the message.
 
     Raises:
-        RowRangeError: on every rank, if a rank has said that a number is out of range.
+        RowRangeError: on every rank, if `counts_in_range` found an out-of-range index on some rank.
     """
     return wait(GATHER_COUNTS.packet(mine, wanted, group_name))
 
 
 def counts_in_range(counts: Tensor, numbers: Tensor, bad: Tensor) -> Tensor:
-    """Counts to gather; if a number is out of range, every other rank is told of it in their place.
+    """Returns counts for `gather_counts`; if an index is out of range, an encoding of the index in their place.
+
+    Every rank learns of the error from the gathered counts, without a collective of its own.
 
     Args:
-        counts: of rows, by rank: [k], int64.
-        numbers: that were counted: [n], int64.
+        counts: number of rows for each rank: [k], int64.
+        numbers: the indices that were counted: [n], int64.
         bad: which of them are out of range: [n], bool.
     """
-    told = torch.where(bad, numbers.clamp(-_FAR, _FAR), -_FAR - 1)
-    return torch.where(bad.any(), torch.constant_pad_nd(told, [0, 1], -_FAR - 1).amax() + _OUT_OF_RANGE, counts)
+    candidates = torch.where(bad, numbers.clamp(-_FAR, _FAR), -_FAR - 1)
+    return torch.where(bad.any(), torch.constant_pad_nd(candidates, [0, 1], -_FAR - 1).amax() + _OUT_OF_RANGE, counts)
 
 
 def exchange_rows(
     inputs: Sequence[Tensor], counts: Tensor, shard: IntLike, group_name: str, *, back: bool = False
 ) -> list[Tensor]:
-    """Send rows to the ranks that `counts` says, those of all tensors in one message to each. Differentiable.
+    """Exchanges rows between ranks, those of all tensors in one message per peer. Differentiable.
 
     Args:
-        inputs: each [n, ...], rows in the order of their destinations; any dtypes.
-        counts: as `gather_counts` gives it.
-        shard: how many rows arrive.
-        group_name: the ranks.
-        back: the other way: rows in the order of the ranks that they came from go back there.
+        inputs: payloads of any dtypes, each [n, ...], with rows ordered by destination.
+        counts: as `gather_counts` returns it.
+        shard: number of rows that this rank receives.
+        group_name: the process group.
+        back: whether to take the reverse direction: rows ordered by their source are sent back to it.
 
     Returns:
-        Each [shard, ...], rows in the order of the ranks that sent them.
+        The received rows of each payload, ordered by sending rank: [shard, ...].
 
     Raises:
-        CollectiveError: there are not as many rows as `counts` says.
+        CollectiveError: the number of rows differs from that in `counts`.
     """
     flat = EXCHANGE_ROWS.packet(list(inputs), counts, shard, back, group_name)
     return [wait(f).view([shard, *x.shape[1:]]) for f, x in zip(flat, inputs, strict=True)]
 
 
 def rows_from(counts: Tensor, group_name: str) -> Tensor:
-    """How many rows come to this rank from each: ``counts[:, rank]``, [ranks, ...].
+    """Returns the number of rows that this rank receives from each rank: ``counts[:, rank]``, [ranks, ...].
 
-    An op, since a graph must not name the rank that it is for.
+    An op, since a graph must not depend on the rank.
     """
     return _ops.rows_from(counts, group_name)
 
 
 def shard_starts(partition: Partition, mesh: DeviceMesh) -> Tensor:
-    """At which row each shard of a sharded over one mesh dim begins: [ranks], int64, on the CPU.
+    """Returns the first row of each shard of a partition over one mesh dim: [ranks], int64, on the CPU.
 
-    An op, since a graph knows the shard of its own rank only.
+    An op, since a graph knows only the local shard size.
     """
     (mesh_dim,) = partition.mesh_dims
     ref = partition.group_ref(compat.coordinate(mesh) or ())
@@ -165,51 +167,52 @@ def partition_of_sizes(
     shard: IntLike | None = None,
     about: IntLike | None = None,
 ) -> Partition:
-    """The partition with shard sizes that a tensor holds, which may be known only when a graph runs.
+    """Returns the partition whose shard sizes a tensor holds; inside a trace they are unbacked.
 
     Args:
-        sizes: of all shards, outermost mesh dim slowest, the same on every rank; whole numbers.
+        sizes: all shard sizes, outermost mesh dim slowest, rank-invariant; integers.
         mesh: the mesh.
-        mesh_dims: that partition, outermost first.
-        size: what the sizes have to add up to; anything if None.
-        shard: how large this rank's local shard is, if that is known.
-        about: what they add up to as a rule: compilers and costs reckon with it.
+        mesh_dims: the mesh dims of the partition, outermost first.
+        dim_size: the global size that the sizes must add up to; any if None.
+        shard: the local shard size, if it is known.
+        about: hint of the global size, for the compiler and the cost model.
 
     Raises:
-        LayoutError: they do not, a size is negative, there are not as many as shards, or this rank's is another one.
+        LayoutError: the sizes do not add up to `dim_size`, a size is negative, their number is wrong, or that of this
+            rank is not `shard`.
     """
     parts = [mesh.shape[m] for m in mesh_dims]
     if sizes.dtype.is_floating_point or sizes.dtype.is_complex or sizes.dtype is torch.bool or sizes.ndim != 1:
         raise LayoutError(
-            f"shard sizes are whole numbers, one for each of {math.prod(parts)} shards; got a tensor of "
+            f"shard sizes are integers, one for each of {math.prod(parts)} shards; got a tensor of "
             f"{sizes.dtype} of shape {tuple(sizes.shape)}"
         )
     groups = ",".join(compat.group_name_of(mesh, m) for m in mesh_dims)
-    wanted, here = (-1 if n is None else n for n in (dim_size, shard))
+    wanted, local_size = (-1 if n is None else n for n in (dim_size, shard))
     if not compat.is_fake(sizes):
-        return _checked_partition(sizes, mesh_dims, parts, wanted, here, groups)[0]
-    total, key, size = _ops.partition_of_sizes(sizes.detach(), parts, wanted, here, groups).unbind()
+        return _checked_partition(sizes, mesh_dims, parts, wanted, local_size, groups)[0]
+    total, key, size = _ops.partition_of_sizes(sizes.detach(), parts, wanted, local_size, groups).unbind()
     symbol = compat.keep_symbol(key.item())
     dim_size = compat.keep_symbol(total.item()) if dim_size is None else dim_size
     shard = compat.keep_symbol(size.item()) if shard is None else shard
     torch._check(shard >= 0)
     torch._check(dim_size >= shard)
-    likely = compat.size_hint(dim_size if about is None else about)
-    compat.suggest_hint(dim_size, likely)
-    compat.suggest_hint(shard, -(-likely // math.prod(parts)))
+    hint = compat.size_hint(dim_size if about is None else about)
+    compat.suggest_hint(dim_size, hint)
+    compat.suggest_hint(shard, -(-hint // math.prod(parts)))
     return Partition.traced(mesh_dims, parts, dim_size, symbol, shard)
 
 
 def first_rows(x: Tensor, count: IntLike) -> Tensor:
-    """A copy of the first rows of a tensor.
+    """Returns a copy of the first rows of a tensor.
 
     Args:
         x: [n, ...].
-        count: how many, at most n; a symbol where the data says.
+        count: number of rows, at most n; may be an unbacked symbol.
     """
     if isinstance(x.shape[0], int) and not isinstance(count, int):
-        # n may be that of this rank's local shard. A bound would tell the compiler of `count` what is so on this rank
-        # only: that it is 0, if n is.
+        # n may be a local shard size. A bound on `count` would then hold on this rank only: if n is 0, the compiler
+        # would take `count` for 0 on all ranks.
         return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
     torch._check(count <= x.shape[0])
     return x.narrow(0, 0, count).clone()
@@ -218,7 +221,7 @@ def first_rows(x: Tensor, count: IntLike) -> Tensor:
 def _checked_partition(
     sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], size: object, shard: object, group_names: str
 ) -> tuple[Partition, int]:
-    """A partition, and this rank's local shard of it. What is not known of them is -1."""
+    """Returns a partition and its local shard size, after checking them. Sizes that are not known are -1."""
     partition = Partition.of_sizes(mesh_dims, parts, sizes.tolist())
     if size not in (-1, partition.size):
         raise LayoutError(
@@ -236,7 +239,7 @@ def _checked_partition(
 
 
 def _partition_of_sizes(sizes: Tensor, parts: list[int], dim_size: int, shard: int, group_names: str) -> Tensor:
-    """Size, key and this rank's local shard: [3], int64, on the CPU."""
+    """Returns global size, key and local shard size: [3], int64, on the CPU."""
     partition, size = _checked_partition(sizes, range(len(parts)), parts, dim_size, shard, group_names)
     return torch.tensor([partition.size, partition.key, size], device="cpu")
 
@@ -255,10 +258,10 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     group, mine = compat.process_group(a.group_name), a.input
     call = GATHER_COUNTS.enter(group, mine.dtype, group.size())
     call.agree()
-    start = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), a.group_name)
-    counts: Tensor = call.run([functools.partial(wait, start)])[0].view(group.size(), mine.shape[0]).cpu()
+    pending = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), a.group_name)
+    counts: Tensor = call.run([functools.partial(wait, pending)])[0].view(group.size(), mine.shape[0]).cpu()
     _known_tables(a.group_name, counts.shape[1])[_digest(counts)] = None
-    bad = [(r, told - _OUT_OF_RANGE) for r, told in enumerate(counts[:, 0].tolist()) if told < 0]
+    bad = [(r, count - _OUT_OF_RANGE) for r, count in enumerate(counts[:, 0].tolist()) if count < 0]
     if bad:
         others = ", ".join(f"rank {r} of the group has {number}" for r, number in bad)
         raise RowRangeError(f"{a.wanted}; {others}. No row was moved")
@@ -271,7 +274,7 @@ compat.forget_with_world(_TABLES.clear)
 
 
 def _known_tables(group_name: str, columns: int) -> OrderedDict[int, None]:
-    """Digests of the tables that a group has gathered last: the same on all of its ranks."""
+    """Returns the digests of the tables that a group has gathered last, which are rank-invariant."""
     known = _TABLES.setdefault((group_name, columns), OrderedDict())
     while len(known) > _KNOWN:
         known.popitem(last=False)
@@ -283,13 +286,13 @@ def _digest(counts: Tensor) -> int:
 
 
 def _peers(counts: Tensor, back: bool, group: ProcessGroup) -> tuple[list[int], list[int]]:
-    """Rows that this rank sends to each rank, and receives from each."""
+    """Returns the number of rows that this rank sends to each rank, and receives from each."""
     if tuple(counts.shape) != (group.size(), group.size()):
         raise CollectiveError(
-            f"exchange_rows: the route is one of {tuple(counts.shape)} ranks, the group has {group.size()}"
+            f"exchange_rows: the table of counts is {list(counts.shape)}, but the group has {group.size()} ranks"
         )
-    out, back_in = counts[group.rank()].tolist(), counts[:, group.rank()].tolist()
-    return (back_in, out) if back else (out, back_in)
+    sent, received = counts[group.rank()].tolist(), counts[:, group.rank()].tolist()
+    return (received, sent) if back else (sent, received)
 
 
 def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
@@ -299,7 +302,7 @@ def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
         if x.shape[0] != sum(sent) or shard != sum(received):
             raise CollectiveError(
                 f"exchange_rows: rank {group.rank()} of the group has {x.shape[0]} rows (shape {tuple(x.shape)}) and "
-                f"is to get {shard}; its route sends {sum(sent)} and brings {sum(received)}"
+                f"expects {shard}; by the table of counts it sends {sum(sent)} and receives {sum(received)}"
             )
     note_rows(group, inputs, a.counts, a.back)
     outs = [x.new_empty([shard * math.prod(x.shape[1:])]) for x in inputs]
@@ -338,16 +341,16 @@ def _start(
     counts: Tensor,
     back: bool,
 ) -> tuple[Call, list[Work]]:
-    """Start to send ranges of `packed` and to fill ranges of `out`, as many rows as `sent` and `received` say.
+    """Starts to send ranges of `packed` and to receive ranges of `out`, of `sent` and `received` rows.
 
-    A backend's own all-to-all has no tags: a rank with another table would take messages for what they are not. So it
-    is left to tables that the group has gathered, which are the same on all ranks; others travel as messages whose tags
-    are made of them.
+    A backend's own all-to-all has no tags: a rank with another table would misinterpret messages. So it is used only
+    for tables that the group has gathered, which are rank-invariant. Other exchanges are messages with tags derived
+    from the table.
     """
     row = digest_of(repr(tuple((str(x.dtype), *x.shape[1:]) for x in inputs)))
     table = _digest(counts)
     if table in _known_tables(group.group_name, counts.shape[1]) and transport.transport_of(group).has_all_to_all:
-        call = enter(group, EXCHANGE_ROWS.kind, inputs[0].dtype, ("row",), row)
+        call = enter(group, EXCHANGE_ROWS.kind, inputs[0].dtype, ("row digest",), row)
         return call, transport.transport_of(group).all_to_all(call, packed, sent, out, received)
     arriving = tuple(counts.sum(1 if back else 0).tolist())
     call = EXCHANGE_ROWS.enter(group, inputs[0].dtype, arriving, table, row)
@@ -356,7 +359,7 @@ def _start(
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """Rows as bytes: [n, width]."""
+    """Returns rows as bytes: [n, width]."""
     return transport.as_bytes(rows).view(rows.shape[0], math.prod(rows.shape[1:]) * rows.itemsize)
 
 
@@ -369,12 +372,12 @@ def _fake_exchange(a: ExchangeRows) -> list[Tensor]:
 
 
 def _load(members: Sequence[Member], n: int) -> Load:
-    """As much from each rank as from this one."""
+    """Returns the load, estimated as if all ranks send as much as this one."""
     return Load(np.full([2, n], (n - 1) / n * sum(m.nbytes for m in members)))
 
 
 def _traffic(members: Sequence[Member], n: int) -> Traffic:
-    """What goes to others, and copies of it where several tensors share a message."""
+    """Returns the traffic to other ranks, with packing where several tensors share a message."""
     return even_exchange(members, n) if len(members) == 1 else exchanged_in_a_bucket(_load(members, n))
 
 
@@ -384,9 +387,9 @@ def _fake_counts(a: GatherCounts) -> Tensor:
 
 
 def _whole(a: ExchangeRows) -> object:
-    """As many rows from each rank as the symbol says that this rank sends or gets; it has one hint on all of them.
+    """Returns the bytes of all ranks, estimated from a symbolic number of rows, whose hint is rank-invariant.
 
-    A number would be that of this rank alone.
+    An int would be the number of rows of this rank only.
     """
     rows = next((n for n in (a.inputs[0].shape[0], a.shard) if not is_number(n)), _NOMINAL_ROWS)
     width = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in a.inputs)
@@ -396,7 +399,7 @@ def _whole(a: ExchangeRows) -> object:
 def _exchange_adjoint(
     a: ExchangeRows, shapes: Sequence[torch.Size], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    # Autograd has zeros for what has no gradient, such as the numbers of experts: nobody wants them back.
+    # Autograd passes zeros for integer payloads, such as the indices of experts: they need no exchange.
     wanted = [(i, g) for i, g in enumerate(grads) if g is not None and (g.is_floating_point() or g.is_complex())]
     pairs = [(i, g.view([a.shard, *shapes[i][1:]])) for i, g in wanted]
     out: list[Tensor | None] = [None] * len(grads)
@@ -427,7 +430,7 @@ EXCHANGE_ROWS = Descriptor(
     traffic=_traffic,
     whole=_whole,
     joins=Joins("exchange_rows", load=_load),
-    states=("rows", "route", "row"),
+    states=("rows", "counts digest", "row digest"),
     of_one_rank=True,
     returns="Tensor[]",
 )

@@ -1,4 +1,4 @@
-"""How many rows went where, as runs tell: for a graph whose rows go where data says, nothing else does."""
+"""Routing statistics: records at run time how many rows data-dependent exchanges move, which no graph can tell."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardcompile.sharding import short_dtype
 
 @dataclass
 class MovedRows:
-    """The exchanges over one group of rows that have the same parts.
+    """Statistics of the exchanges over one group with the same payloads.
 
     Attributes:
-        ranks: of the group, in its order.
-        row: what a row is made of, such as ``f32[64]``.
-        row_bytes: of all its parts.
-        calls: how many exchanges.
-        rows: of all ranks and calls, those included that stay where they are.
-        moved: those that went to another rank.
-        unevenness: the most rows that a rank was given in a call, divided by the mean of the ranks; the largest of all
-            calls.
+        ranks: global ranks of the group, in its order.
+        row: dtype and shape of the payloads of a row, such as ``f32[64]``.
+        row_bytes: bytes of a row in all payloads.
+        calls: number of exchanges.
+        rows: number of rows over all ranks and calls, including those that stay on their rank.
+        moved: number of rows that went to another rank.
+        unevenness: imbalance: the most rows that a rank received in a call, divided by the mean over ranks; the maximum
+            over all calls.
     """
 
     ranks: tuple[int, ...]
@@ -38,24 +38,24 @@ class MovedRows:
     unevenness: float = 0.0
 
     def add(self, counts: Tensor, back: bool) -> None:
-        """Count an exchange.
+        """Adds an exchange to the statistics.
 
         Args:
-            counts: how many rows go from rank i to rank j of the group: [i, j].
-            back: whether they go from j to i.
+            counts: counts[i, j] rows go from rank i to rank j of the group.
+            back: whether they go from j to i instead.
         """
         total = int(counts.sum())
         self.calls += 1
         self.rows += total
         self.moved += total - int(counts.diagonal().sum())
         if total:
-            given = counts.sum(1 if back else 0)
-            self.unevenness = max(self.unevenness, float(given.max()) * len(given) / total)
+            received = counts.sum(1 if back else 0)
+            self.unevenness = max(self.unevenness, float(received.max()) * len(received) / total)
 
 
 class _Recorder:
     def __init__(self) -> None:
-        # Other ranks may be threads of this process.
+        # Other ranks may run as threads of this process.
         self.rank = dist.get_rank() if dist.is_initialized() else None
         self.found: dict[tuple[str, str], MovedRows] = {}
 
@@ -65,7 +65,7 @@ _RECORDERS: list[_Recorder] = []
 
 @contextlib.contextmanager
 def recording_rows() -> Iterator[dict[tuple[str, str], MovedRows]]:
-    """Count the rows that exchanges of this rank move meanwhile; by the name of the group and what a row is made of."""
+    """Records the exchanges of this rank inside the context, keyed by group name and description of the payloads."""
     recorder = _Recorder()
     _RECORDERS.append(recorder)
     try:
@@ -75,13 +75,13 @@ def recording_rows() -> Iterator[dict[tuple[str, str], MovedRows]]:
 
 
 def note_rows(group: ProcessGroup, inputs: Sequence[Tensor], counts: Tensor, back: bool) -> None:
-    """Say that an exchange has begun; costs nothing where nobody records.
+    """Notes that an exchange has started; free of cost if nothing is being recorded.
 
     Args:
-        group: over which.
-        inputs: what travels: [n, ...] each.
+        group: the process group.
+        inputs: the payloads, each [n, ...].
         counts: see `MovedRows.add`.
-        back: see there.
+        back: see `MovedRows.add`.
     """
     for recorder in _RECORDERS:
         if recorder.rank in (None, dist.get_rank()):

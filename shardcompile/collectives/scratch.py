@@ -1,7 +1,7 @@
-"""Memory for messages on the CPU, kept from one collective to the next.
+"""A cache of scratch memory for messages on the CPU.
 
-The CPU has no caching allocator: large pieces of memory go back to the system when they are freed. Whoever takes the
-next one pays for every page at the first touch. That can take longer than to send what is in it.
+PyTorch has no caching allocator for the CPU: large buffers return to the system when they are freed, and the next
+buffer pays a page fault at the first touch of every page. That can take longer than sending its contents.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 LIMIT = 128 * 2**20
-"""Bytes that a process keeps at most while they are not in use."""
+"""Upper limit of the bytes that a process keeps unused."""
 
 _SMALLEST = 2**18
 
 _LENT = "_shardcompile_lent"
 
 _free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
-"""What is not in use, by its size, a power of two."""
+"""Unused storages, keyed by size, a power of two."""
 
 _lock = threading.Lock()
 _kept = 0
 
 
 def borrow(numel: int, like: Tensor) -> Tensor:
-    """An uninitialised flat tensor with a tensor's dtype and device, to be given back.
+    """Returns an uninitialised flat tensor with the dtype and device of `like`, for `give_back` after use.
 
-    One that is not given back is freed as any other tensor.
+    A tensor that is not given back is freed like any other.
     """
     nbytes = numel * like.dtype.itemsize
     if like.device.type != "cpu" or not _SMALLEST <= nbytes <= LIMIT:
@@ -42,10 +42,10 @@ def borrow(numel: int, like: Tensor) -> Tensor:
 
 
 def give_back(*borrowed: Tensor) -> None:
-    """Let other collectives have what was borrowed. Nothing may read or write it any more, nor a view of it.
+    """Returns borrowed memory to the cache. Neither the tensors nor views of them may be used afterwards.
 
     Args:
-        borrowed: what `borrow` returned. Other tensors, and those that were given back, are left alone.
+        borrowed: tensors from `borrow`. Other tensors, and those that were already given back, are ignored.
     """
     global _kept
     for x in borrowed:

@@ -1,7 +1,7 @@
-"""Moves the rows of a dim between shards of neighbouring rows and shards that have a part of each of several stretches.
+"""Redistributes the rows of a dim between partitions with different numbers of segments.
 
-``x.view(-1, channels)`` of a sharded sequence and a batch of n has n stretches: each shard has some rows of every
-sequence. Which rows go where follows from the two partitions.
+``x.view(-1, channels)`` of a batch of n sequences sharded along the sequence has n segments, and each rank holds a part
+of every segment. A partition of contiguous rows has one segment. Which rows go where follows from the two partitions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Regroup(NamedTuple):
     """Arguments of `regroup_rows`.
 
     Attributes:
-        input: this rank's local shard.
-        dim: of the rows.
-        total: how many rows there are.
-        shard: how many rows this rank gets.
-        src: shard sizes that ranks hold.
-        dst: shard sizes that ranks want.
-        held_in: how many equal stretches the dim has of which each rank holds a part.
-        wanted_in: how many it has of which each rank wants a part.
-        group_name: the ranks.
+        input: the local shard.
+        dim: the sharded dim.
+        total: global size of the dim.
+        shard: number of rows in this rank's result.
+        src: the partition of the input.
+        dst: the partition of the result.
+        held_in: number of equal segments of the input's partition.
+        wanted_in: number of equal segments of the result's partition.
+        group_name: the process group.
     """
 
     input: Tensor
@@ -52,13 +52,14 @@ class Regroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Stretches:
-    """Where the rows of a partition are.
+class _Segments:
+    """The segments of a partition, and the part of each that a rank holds.
 
     Attributes:
-        count: how many stretches there are.
-        length: of each, in rows.
-        edges: where each rank's part of a stretch begins, and where the last one ends: [ranks + 1], int64, on the CPU.
+        count: number of segments.
+        length: length of each segment in rows.
+        edges: offsets in a segment where the part of each rank begins, and where the last one ends: [ranks + 1], int64,
+            on the CPU.
     """
 
     count: int
@@ -66,35 +67,35 @@ class _Stretches:
     edges: Tensor
 
     @classmethod
-    def of(cls, sizes: Sequence[int], count: int) -> _Stretches:
-        """Those of shards.
+    def of(cls, sizes: Sequence[int], count: int) -> _Segments:
+        """Returns the segments for these shard sizes.
 
         Raises:
-            CollectiveError: a shard has no equal part of every stretch.
+            CollectiveError: a shard size is not divisible by the number of segments.
         """
         if any(n % count for n in sizes):
-            raise CollectiveError(f"regroup_rows: shards of {list(sizes)} rows have no equal part of {count} stretches")
+            raise CollectiveError(f"regroup_rows: shard sizes {list(sizes)} are not divisible by {count} segments")
         ends = torch.tensor([0, *sizes], device="cpu").cumsum(0) // count
         return cls(count, sum(sizes) // count, ends)
 
     def rows(self, rank: int) -> Tensor:
-        """The numbers of a rank's rows, rising."""
+        """Returns the global indices of a rank's rows, ascending."""
         part = torch.arange(int(self.edges[rank]), int(self.edges[rank + 1]), device="cpu")
         return (torch.arange(self.count, device="cpu").unsqueeze(1) * self.length + part).view(-1)
 
-    def owners(self, numbers: Tensor) -> Tensor:
-        """The rank that has each row."""
-        return torch.searchsorted(self.edges[:-1], numbers.remainder(max(self.length, 1)), right=True) - 1
+    def owners(self, rows: Tensor) -> Tensor:
+        """Returns the rank that holds each row."""
+        return torch.searchsorted(self.edges[:-1], rows.remainder(max(self.length, 1)), right=True) - 1
 
 
 class _Plan(NamedTuple):
     """Which rows go where.
 
     Attributes:
-        leaving: the order in which this rank's rows go, those for the first rank first; None for their own.
-        sent: how many go to each rank.
-        received: how many come from each.
-        arriving: for each row that is wanted, its place among those that come; None if they come in their order.
+        leaving: permutation that orders the local rows by destination; None if they are in this order.
+        sent: number of rows to send to each rank.
+        received: number of rows to receive from each rank.
+        arriving: for each row of the result its position among the received rows; None if they are in order.
     """
 
     leaving: Tensor | None
@@ -105,13 +106,13 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _plan_of(src: tuple[int, ...], dst: tuple[int, ...], held_in: int, wanted_in: int, me: int) -> _Plan:
-    """Kept: a program moves rows between the same partitions again and again."""
-    before, after = _Stretches.of(src, held_in), _Stretches.of(dst, wanted_in)
-    to, of = after.owners(before.rows(me)), before.owners(after.rows(me))
-    sent, received = (torch.bincount(ranks, minlength=len(src)).tolist() for ranks in (to, of))
-    # Rising numbers go to rising ranks if those have neighbouring rows, and come from such.
-    leaving = None if wanted_in == 1 else to.argsort(stable=True)
-    arriving = None if held_in == 1 else of.argsort(stable=True).argsort()
+    """Plans the exchange. Cached, since a program moves rows between the same partitions repeatedly."""
+    before, after = _Segments.of(src, held_in), _Segments.of(dst, wanted_in)
+    dst_ranks, src_ranks = after.owners(before.rows(me)), before.owners(after.rows(me))
+    sent, received = (torch.bincount(ranks, minlength=len(src)).tolist() for ranks in (dst_ranks, src_ranks))
+    # Ascending rows go to ascending ranks if the result has one segment; the same holds for the sources.
+    leaving = None if wanted_in == 1 else dst_ranks.argsort(stable=True)
+    arriving = None if held_in == 1 else src_ranks.argsort(stable=True).argsort()
     return _Plan(leaving, sent, received, arriving)
 
 
@@ -126,18 +127,18 @@ def _run(a: Regroup) -> Tensor:
     out = new_rows(x, dim, shard)
     target = as_rows(out, x, dim, shard)
     memory = out if plan.arriving is None else scratch.borrow(out.numel(), out)
-    came = memory.view(target.shape)
+    received = memory.view(target.shape)
     stated = (dim, sizes_of(held), sizes_of(wanted), int(a.held_in), int(a.wanted_in), other_sizes(x, dim))
     call = REGROUP_ROWS.enter(group, x.dtype, *stated)
     ends = transport.running_ends(plan.sent), transport.running_ends(plan.received)
-    works = transport.send_ranges(call, leaving, ends[0], came, ends[1])
+    works = transport.send_ranges(call, leaving, ends[0], received, ends[1])
 
-    def put_in_order() -> None:
+    def reorder() -> None:
         if plan.arriving is not None:
-            torch.index_select(came, 0, plan.arriving.to(x.device), out=target)
+            torch.index_select(received, 0, plan.arriving.to(x.device), out=target)
             scratch.give_back(memory)
 
-    transport.complete(out, call, works, None if plan.arriving is None else put_in_order)
+    transport.complete(out, call, works, None if plan.arriving is None else reorder)
     return out
 
 
@@ -156,7 +157,7 @@ def _members(a: Regroup, n: int | None) -> list[Member]:
 
 
 def _traffic(members: Sequence[Member], n: int) -> Traffic:
-    """As if each rank had something for every other one: stretches are many."""
+    """Returns the traffic, estimated as if each rank sends to every other one, as with many segments."""
     sent, received = sent_and_received(members, n)
     (m,) = members
     return Traffic(max(*sent, *received), sum(sent), 2 * m.nbytes / n, 2 * m.nbytes / n)
@@ -173,19 +174,19 @@ REGROUP_ROWS: Descriptor[Regroup] = Descriptor(
     traffic=_traffic,
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
-    states=("dim", "sharded of", "to shards of", "stretches held", "stretches wanted", "other sizes"),
+    states=("dim", "shard sizes", "to shard sizes", "segments held", "segments wanted", "other sizes"),
     told=True,
     as_integers=True,
 )
 
 
-def numbers_of_shard(partition: Partition, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """The numbers in the whole dim of the rows of this rank's local shard, rising: [n], int64.
+def global_indices(partition: Partition, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """Returns the global indices of the rows of the local shard, ascending: [n], int64.
 
     Args:
-        sharded: over one mesh dim.
+        partition: a partition over one mesh dim.
         mesh: the mesh.
-        device: of the result.
+        device: device of the result.
     """
     dim_size: Any = partition.size
     size: Any = shard_size(partition, mesh)
@@ -193,6 +194,6 @@ def numbers_of_shard(partition: Partition, mesh: DeviceMesh, device: torch.devic
     runs: Any = partition.runs
     if compat.is_one(runs):
         return torch.arange(size, device=device) + first
-    stretches = torch.arange(runs, device=device).unsqueeze(1) * (dim_size // runs)
-    numbers = stretches + (torch.arange(size // runs, device=device) + first // runs)
-    return torch.ops.aten.view.default(numbers, [size])
+    segment_starts = torch.arange(runs, device=device).unsqueeze(1) * (dim_size // runs)
+    indices = segment_starts + (torch.arange(size // runs, device=device) + first // runs)
+    return torch.ops.aten.view.default(indices, [size])

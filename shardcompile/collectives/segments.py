@@ -1,7 +1,7 @@
-"""Brings rows into the order of segments of which every rank of a group holds a part.
+"""Reorders rows into the global order of segments of which every rank of a group holds a part.
 
-What a mask keeps of ``x[batch, sequence]``, where the sequence is sharded, has one segment for each sample: row-major
-order has all ranks' rows of the first sample first, then those of the second one, and so on.
+The rows that a mask selects from ``x[batch, sequence]`` with a sharded sequence have one segment for each sample: in
+row-major order the rows of all ranks for the first sample come first, then those for the second one, and so on.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LIBRARY.define(
 
 
 class SegmentOrder(NamedTuple):
-    """The exchange that brings rows into the order of their segments. No rank's number of rows changes.
+    """The exchange that brings rows into the global order of their segments. Shard sizes do not change.
 
     Attributes:
         counts: counts[s, d] rows go from rank s to rank d: [ranks, ranks], int64, on the CPU.
-        places: of each row in the order of the segments its place among those that arrive: [shard], int64.
-        shard: how many rows this rank has.
-        group_name: the ranks.
+        places: for each row in the order of the segments its position among the received rows: [shard], int64.
+        shard: local number of rows.
+        group_name: the process group.
     """
 
     counts: Tensor
@@ -39,25 +39,25 @@ class SegmentOrder(NamedTuple):
     group_name: str
 
     def ordered(self, rows: Tensor) -> Tensor:
-        """Rows in the order of each rank's segments, brought into that of all: [shard, ...]. Differentiable."""
+        """Brings rows in segment order on each rank into the global segment order: [shard, ...]. Differentiable."""
         (arrived,) = exchange_rows([rows], self.counts, self.shard, self.group_name)
         return arrived.index_select(0, self.places)
 
     def returned(self, rows: Tensor) -> Tensor:
-        """The way back from `ordered`. Differentiable."""
+        """The inverse of `ordered`. Differentiable."""
         arrived = rows.new_empty(rows.shape).index_copy(0, self.places, rows)
         return exchange_rows([arrived], self.counts, self.shard, self.group_name, back=True)[0]
 
 
 def order_of_segments(parts: Tensor, like: Tensor, shard: IntLike, group_name: str) -> SegmentOrder:
-    """The exchange for rows of these segments. Nothing is sent to know it.
+    """Computes the exchange for rows of these segments. No communication.
 
     Args:
-        parts: parts[r, s] rows of segment s are on rank r, its rows being in the order of the segments:
-            [ranks, segments], int64, on the CPU, the same on every rank.
+        parts: rank r holds parts[r, s] rows of segment s, ordered by segment: [ranks, segments], int64, on the CPU,
+            rank-invariant.
         like: a tensor on the device of the rows.
-        shard: how many rows this rank has, ``parts[rank].sum()``.
-        group_name: the ranks.
+        shard: local number of rows, ``parts[rank].sum()``.
+        group_name: the process group.
     """
     counts, places = torch.ops.shardcompile.order_segments(parts, like, shard, group_name)
     return SegmentOrder(counts, places, shard, group_name)
@@ -65,17 +65,17 @@ def order_of_segments(parts: Tensor, like: Tensor, shard: IntLike, group_name: s
 
 def _order_segments(parts: Tensor, like: Tensor, shard: int, group_name: str) -> tuple[Tensor, Tensor]:
     ranks, segments = parts.shape
-    ends = parts.t().reshape(-1).cumsum(0)  # of the parts in the order of the segments
+    ends = parts.t().reshape(-1).cumsum(0)  # of all parts, ordered by segment, then rank
     starts = ends - parts.t().reshape(-1)
     ranges = transport.running_ends(parts.sum(1).tolist())
 
     def held(first: int, end: int) -> Tensor:
-        """How many rows of each part are among those from `first` to `end`: [segments, ranks]."""
+        """Returns the number of rows of each part with a global position from `first` to `end`: [segments, ranks]."""
         return (ends.clamp(first, end) - starts.clamp(first, end)).view(segments, ranks)
 
     counts = torch.stack([held(*r).sum(0) for r in ranges], 1)
     mine = held(*ranges[compat.process_group(group_name).rank()])
-    arriving = mine.t().reshape(-1)  # rows come in the order of the ranks that send them
+    arriving = mine.t().reshape(-1)  # received rows are ordered by source rank
     begins = (arriving.cumsum(0) - arriving).view(ranks, segments).t().reshape(-1)
     lengths = mine.reshape(-1)
     shifts = begins - (lengths.cumsum(0) - lengths)

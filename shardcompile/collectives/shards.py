@@ -1,4 +1,4 @@
-"""What collectives on local shards share at run time: where shards are, and memory for what arrives."""
+"""Run-time helpers of collectives on local shards: the ranges of shards, shape checks, and flat result tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardcompile.sharding import GroupPartition, carrier_of
 
 
 def shards_of(total: int, dim: int, partition: GroupPartition, ranks: int, what: str) -> list[Range]:
-    """Ranges of all shards along a dim.
+    """Returns the ranges of all shards along a dim.
 
     Args:
-        total: its size.
-        dim: for messages.
-        sharded: of the group.
-        ranks: in the group.
+        total: global size of the dim.
+        dim: the dim, for messages.
+        partition: the partition over the group.
+        ranks: size of the group.
         what: the op, for messages.
 
     Raises:
-        CollectiveError: the shards do not add up to the size.
+        CollectiveError: the shard sizes do not add up to `total`.
     """
     sizes = partition.shards(total, ranks)
     if sum(sizes) != total:
@@ -35,7 +35,7 @@ def shards_of(total: int, dim: int, partition: GroupPartition, ranks: int, what:
 
 
 def check_shard(shape: Sequence[int], dim: int, shard: Range, rank: int, what: str) -> None:
-    """Refuse a shard that is not what its layout says.
+    """Checks that a local shard has the size that its layout states.
 
     Raises:
         CollectiveError: it has another size.
@@ -48,12 +48,12 @@ def check_shard(shape: Sequence[int], dim: int, shard: Range, rank: int, what: s
 
 
 def new_rows(x: Tensor, dim: int, size: Any) -> Tensor:
-    """An uninitialised flat tensor for `x` with another size of `dim`."""
+    """Returns an uninitialised flat tensor for the elements of `x` with another size of `dim`."""
     return x.new_empty([math.prod([size, *(s for d, s in enumerate(x.shape) if d != dim)])])
 
 
 def dense_copy(x: Tensor) -> Tensor:
-    """A contiguous copy, also of elements that torch copies as integers only."""
+    """Returns a contiguous copy, as integers for dtypes without copy kernels."""
     carrier = carrier_of(x.dtype)
     if carrier is x.dtype:
         return x.clone(memory_format=torch.contiguous_format)
@@ -61,25 +61,25 @@ def dense_copy(x: Tensor) -> Tensor:
 
 
 def as_rows(flat: Tensor, x: Tensor, dim: int, size: int) -> Tensor:
-    """A flat tensor as rows along `dim` of one that is otherwise like `x`, rows first."""
+    """Views a flat tensor in the shape of `x` with another size of `dim`, and `dim` moved to the front."""
     return flat.view([size, *(s for d, s in enumerate(x.shape) if d != dim)])
 
 
 def with_size(x: Tensor, dim: int, size: object) -> list[Any]:
-    """A shape with another size of `dim`."""
+    """Returns the shape of `x` with another size of `dim`."""
     return [size if d == dim else s for d, s in enumerate(x.shape)]
 
 
 def other_sizes(x: Tensor, *dims: int) -> tuple[int, ...]:
-    """The sizes of all dims but those that change."""
+    """Returns the sizes of all dims but `dims`."""
     return tuple([n for d, n in enumerate(x.shape) if d not in dims])
 
 
 def sizes_of(ranges: Sequence[Range]) -> tuple[int, ...]:
-    """How many rows are in each range."""
+    """Returns the number of rows in each range."""
     return tuple([b - a for a, b in ranges])
 
 
 def ends_of(ranges: Sequence[Range]) -> tuple[int, ...]:
-    """Where each range begins and ends."""
+    """Returns the start and end of all ranges, flattened."""
     return tuple([n for r in ranges for n in r])

@@ -1,6 +1,6 @@
-"""Torch's own functional collectives, as the library describes those of its own. All of their shards are even.
+"""Descriptors of torch's own functional collectives, all of which have even shards.
 
-Its all-reduce has a twin of ours, and is described in `shardcompile.collectives.reductions`.
+The all-reduce is described in `shardcompile.collectives.reductions`, together with shardcompile's own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Broadcast(NamedTuple):
 
 
 class ShardDimAllToAll(NamedTuple):
-    """Arguments of what DTensor emits for `Shard` to `Shard`."""
+    """Arguments of `shard_dim_alltoall`, which DTensor emits for `Shard` to `Shard`."""
 
     input: Tensor
     gather_dim: int
@@ -81,7 +81,7 @@ def _even(rows: int, ranks: int) -> GroupPartition:
 
 
 def _of_rows(rows: IntLike, ranks: int) -> tuple[int, GroupPartition] | None:
-    """Equal shards, if it is known how large they are."""
+    """Returns global size and partition of equal shards, if their size is static."""
     return (rows * ranks, _even(rows, ranks)) if isinstance(rows, int) else None
 
 
@@ -100,7 +100,7 @@ def _exchange_members(a: AllToAll, n: int | None) -> list[Member]:
 
 
 def _broadcast(members: Sequence[Member], n: int) -> Traffic:
-    """Pipelined: each rank receives all and passes it on."""
+    """Returns the traffic of a pipelined broadcast: each rank receives the payload and forwards it."""
     whole = sum(m.nbytes for m in members)
     return Traffic(whole, (n - 1) * whole)
 
@@ -149,4 +149,4 @@ BROADCAST = Descriptor(
 )
 
 SHARD_DIM_ALLTOALL = Descriptor("shard_dim_alltoall", ShardDimAllToAll)
-"""Has no overloads here: it is its own wait, and `shardcompile.passes` looks for it by itself."""
+"""Has no overloads here: the op includes its wait, and `shardcompile.passes` handles it separately."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.collectives import scratch, wait
-from shardcompile.collectives.halo_exchange import FETCH_AROUND, RETURN_AROUND, Around
+from shardcompile.collectives.halo_exchange import FETCH_HALO, RETURN_HALO, HaloExchange
 from shardcompile.collectives.range_bucket import RANGE_BUCKET, together
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.demo.traffic import traffic_of
@@ -108,10 +108,12 @@ def test_all_to_alls() -> None:
     assert torch.equal(flat, torch.cat(singles))
 
 
-def range_members(ranks: int, me: int, dtype: torch.dtype, filled: bool) -> tuple[list[str], list[Ranges | Around]]:
+def range_members(
+    ranks: int, me: int, dtype: torch.dtype, filled: bool
+) -> tuple[list[str], list[Ranges | HaloExchange]]:
     """Halos, shards of another partition, rolls and rows around shards, and the ways back, of several shapes and dims."""
     kinds: list[str] = []
-    records: list[Ranges | Around] = []
+    records: list[Ranges | HaloExchange] = []
     for n, (src, (dim, shape)) in enumerate(zip(SIZES[ranks], SHAPES, strict=True)):
         total, dst = sum(src), SIZES[ranks][n][::-1]
         held, wanted = GroupPartition(src, 0, []), GroupPartition(dst, 0, [])
@@ -134,9 +136,9 @@ def range_members(ranks: int, me: int, dtype: torch.dtype, filled: bool) -> tupl
         kinds += ["fetch_ranges", "return_ranges", "fetch_around", "fetch_around", "return_around"]
         records.append(Ranges(shard(src[me], 20 + n), dim, total, dst[me], held, wanted, [], None, group_name()))
         records.append(Ranges(shard(dst[me], 30 + n), dim, total, src[me], held, wanted, [], None, group_name()))
-        records.append(Around(shard(src[me], 40 + n), dim, 2, -2, total, src[me], held, group_name()))
-        records.append(Around(shard(src[me], 50 + n), dim, 1, 2, total, src[me] + 3, held, group_name()))
-        records.append(Around(shard(src[me] + 3, 60 + n), dim, 1, 2, total, src[me], held, group_name()))
+        records.append(HaloExchange(shard(src[me], 40 + n), dim, 2, -2, total, src[me], held, group_name()))
+        records.append(HaloExchange(shard(src[me], 50 + n), dim, 1, 2, total, src[me] + 3, held, group_name()))
+        records.append(HaloExchange(shard(src[me] + 3, 60 + n), dim, 1, 2, total, src[me], held, group_name()))
     return kinds, records
 
 
@@ -145,7 +147,7 @@ def range_members(ranks: int, me: int, dtype: torch.dtype, filled: bool) -> tupl
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_ranges(dtype: torch.dtype, filled: bool) -> None:
     kinds, records = range_members(world_size(), rank(), dtype, filled)
-    by_kind = {d.kind: d for d in (FETCH_RANGES, RETURN_RANGES, FETCH_AROUND, RETURN_AROUND)}
+    by_kind = {d.kind: d for d in (FETCH_RANGES, RETURN_RANGES, FETCH_HALO, RETURN_HALO)}
     singles = [wait(by_kind[kind].call(record)) for kind, record in zip(kinds, records, strict=True)]
     for seed in range(3):
         order = list(range(len(kinds)))

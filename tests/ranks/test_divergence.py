@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.rank_processes, pytest.mark.alone]  # each scene has r
 SECONDS = 10.0
 """How soon after ranks differ each of them has to know."""
 
-GATHER = "all_gather_v of float64, dim 0, sharded of 3,0,4"
+GATHER = "all_gather_v of float64, dim 0, shard sizes 3,0,4"
 SUM = r"all_reduce \(sum\) of float64"
 DIED = r"has died \(process \d+ of .* is gone\)"
 
@@ -37,7 +37,7 @@ TOLD = {
     "killed_inside_a_collective": f"rank 1 {DIED} .*rank [02] waits for it in {GATHER}",
     "killed_between_collectives": f"rank 2 {DIED} .*rank [01] waits for it in {GATHER}",
     "killed_while_saving": f"rank 2 {DIED}.*rank [01] waits for it in a collective that is not shardcompile's",
-    "other_layout": rf"rank [01] has {GATHER}.*rank 2 has .*sharded of 2,1,4",
+    "other_layout": rf"rank [01] has {GATHER}.*rank 2 has .*shard sizes 2,1,4",
     "other_dtype": rf"rank [01] has {GATHER}.*rank 2 has all_gather_v of float32",
     "other_dtype_of_a_sum": rf"rank [01] has {SUM}.*rank 2 has all_reduce \(sum\) of float32",
     "other_shape": rf"rank [01] has {GATHER}, other sizes 4.*rank 2 has {GATHER}, other sizes 5",
@@ -45,7 +45,7 @@ TOLD = {
     "other_branch": rf"rank 0 has {SUM}.*rank [12] has all_reduce \(max\)",
     "skipped_call": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
     "error_that_is_swallowed": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
-    "index_out_of_range": "RowRangeError: aten.index.Tensor: an index names rows .*; rank 2 of the group has 9",
+    "index_out_of_range": "RowRangeError: aten.index.Tensor: index out of range: .*; rank 2 of the group has 9",
     "raises_while_tracing": f"rank 1 has raised ValueError: while tracing; rank [02] waits for it in {GATHER}",
     "raises_while_tracing_verified": "rank 1 has raised ValueError: while tracing; rank [02] waits for it",
     "killed_while_compiling": f"rank 1 {DIED}; rank [02] waits for it in {GATHER}",

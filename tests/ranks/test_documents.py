@@ -188,8 +188,8 @@ def test_the_rows_that_documents_have_elsewhere_and_no_others(causal: bool, monk
         ([0, 5], "from 0 to the number of rows, 7"),
         ([1, 7], "from 0 to the number of rows, 7"),
         ([0, 5, 3, 7], "from 0 to the number of rows, 7"),
-        ([0.0, 7.0], "whole numbers"),
-        ([[0, 7]], "whole numbers"),
+        ([0.0, 7.0], "integers"),
+        ([[0, 7]], "integers"),
     ],
 )
 def test_documents_that_do_not_fit(ends: Any, message: str) -> None:

@@ -79,7 +79,7 @@ SCENES: dict[str, tuple[Callable[[Any], Any], type[ShardError], str]] = {
     "a branch": (_branch, RedistributeError, "Partial cannot be a target"),
     "the backward pass of a function": (lambda x: _Backward.apply(x).sum(), RedistributeError, "cannot be a target"),
     "the backward pass of an op": (lambda x: twice(x).sum(), RedistributeError, "cannot be a target"),
-    "a run": (_selected, RowRangeError, "is less than their number; rank 0 of the group has 9"),
+    "a run": (_selected, RowRangeError, "less than the number of rows; rank 0 of the group has 9"),
 }
 
 

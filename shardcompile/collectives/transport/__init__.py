@@ -1,7 +1,7 @@
-"""Moving rows between the ranks of one process group, by whatever its backend is best at.
+"""Transports: move rows between the ranks of one process group with the algorithms that suit its backend.
 
-Which backends there are is told by the modules that are imported here, nowhere else. Everything runs at run time, on
-real tensors, with sizes that all ranks of the group agree on.
+The modules imported here, and only these, define the supported backends. Everything runs at run time, on real tensors,
+with rank-invariant sizes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shardcompile.collectives.transport.reduce import reduced_in as reduced_in
 from shardcompile.diagnosis import Call
 from shardcompile.diagnosis.backends import Backend, register_backend
 
-_OTHERS = Transport()
-"""For backends that are not listed, such as ranks that are threads: messages with tags are what all of them have."""
+_DEFAULT = Transport()
+"""For backends that are not listed, such as in-process ranks: all of them have messages with tags."""
 
 for _transport in TRANSPORTS.values():
     if _transport.tells:
@@ -43,29 +43,29 @@ for _transport in TRANSPORTS.values():
 
 
 def transport_of(group: ProcessGroup) -> Transport:
-    """How the ranks of a group reach one another."""
-    return TRANSPORTS.get(group.name(), _OTHERS)
+    """Returns the transport for the backend of a group."""
+    return TRANSPORTS.get(group.name(), _DEFAULT)
 
 
 def device_type(backend: str | None = None) -> str:
-    """The type of device that a process group has its tensors on.
+    """Returns the device type of the tensors of a process group.
 
     Args:
-        backend: its backend, or several as `torch.distributed` lists them; None for the default process group's.
+        backend: its backend, or several as `torch.distributed` lists them; None for that of the default process group.
     """
     named = str(dist.get_backend_config()) if backend is None else backend
     return next((t.device for t in TRANSPORTS.values() if t.device != "cpu" and t.name in named), "cpu")
 
 
 def exchange(call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
-    """Start sends to and receives from ranks of the group; empty messages are skipped on both sides.
+    """Starts sends to and receives from ranks of the group; empty messages are skipped on both sides.
 
-    Messages have the call's tag, where the backend has tags, so that those of calls that differ never meet.
+    If the backend has tags, messages carry the tag of the call, so that messages of different calls never match.
 
     Args:
-        call: what they belong to.
+        call: the recorded call that the messages belong to.
         sends: pairs of a peer's rank in the group and a contiguous tensor.
-        receives: the same, to be written.
+        receives: the same, with tensors to write.
     """
     transport = transport_of(call.group)
     start = transport.exchange if call.of_all else transport.exchange_of_two
@@ -80,15 +80,15 @@ def send_ranges(
     from_peers: Sequence[Range],
     keep_own: bool = True,
 ) -> list[Work]:
-    """Send a range of rows to every peer, and receive one from every peer, straight into place.
+    """Starts to send a range of rows to every peer, and to receive one from every peer in place.
 
     Args:
-        call: what they belong to.
+        call: the recorded call that the messages belong to.
         rows: contiguous, [n, ...].
         to_peers: for each rank of the group the range of `rows` that it gets.
         out: contiguous, [m, ...], written.
         from_peers: for each rank of the group the range of `out` that it fills.
-        keep_own: copy what this rank keeps; otherwise its range of `out` is left as it is.
+        keep_own: whether to copy the range of this rank; otherwise its range of `out` is not written.
     """
     me = call.group.rank()
     mine, place = to_peers[me], from_peers[me]
@@ -98,12 +98,12 @@ def send_ranges(
 
 
 def gather_rows(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor, keep_own: bool = True) -> list[Work]:
-    """Start to gather every rank's rows into `out`, which is complete when all works are.
+    """Starts to gather the rows of all ranks into `out`, which is complete when all works are.
 
     Args:
-        call: what they belong to.
-        rows: of this rank, contiguous, [n, ...].
-        sizes: rows of each rank.
+        call: the recorded call that the messages belong to.
+        rows: the local rows, contiguous, [n, ...].
+        sizes: number of rows of each rank.
         out: contiguous, [sum of sizes, ...], written.
         keep_own: whether this rank's part of `out` is needed, too.
     """
@@ -117,17 +117,17 @@ def gather_rows(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor, kee
 def reduce_scatter_rows(
     call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor
 ) -> tuple[list[Work], Callable[[], object] | None]:
-    """Start to reduce every rank's terms, of which each rank gets its rows.
+    """Starts to reduce the terms of all ranks and to scatter the rows of the result.
 
     Args:
-        call: what they belong to.
-        rows: the terms of this rank, contiguous, [sum of sizes, ...], first those that the first rank gets.
-        sizes: rows that each rank gets.
+        call: the recorded call that the messages belong to.
+        rows: the local terms, contiguous, [sum of sizes, ...], ordered by the rank that gets them.
+        sizes: number of rows that each rank gets.
         reduce_op: the reduction, see `check_reduction`.
         out: contiguous, [n, ...], written.
 
     Returns:
-        The works, and the last local step that makes `out` complete after them, or None.
+        The works, and the last local step that completes `out` after them, or None.
     """
     works = transport_of(call.group).reduce(call, rows, sizes, reduce_op, out)
     if works is not None:

@@ -1,7 +1,8 @@
-"""Shards of any sizes beside an even division of the same rows, in the same order.
+"""Balancing of uneven shards: the messages between an uneven partition and the even division of the same rows.
 
-A ring moves parts of one size, and every link carries the same. Shards of other sizes take the same ring if ranks first
-bring them to an even division: each sends its neighbours what it has too much of. Reduced rows go the other way.
+A ring moves shards of one size, and every link carries the same number of bytes. Uneven shards can take the ring if
+messages first bring them to the even division: each rank sends its excess to its neighbours. A reduction runs in the
+opposite order.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from shardcompile.collectives.transport.base import Range, overlap, running_ends
 
 
 def even_parts(whole: int, ranks: int, unit: int = 1) -> tuple[int, list[Range]]:
-    """The size of the parts of an even division, and each rank's part of what there is.
+    """Returns the shard size of an even division, and the range of each rank.
 
-    The parts have exactly one size if the ranks divide what there is. Otherwise the last ones have less.
+    All ranges have this size if `ranks` divides `whole`. Otherwise the last ones are shorter.
 
     Args:
-        whole: how much there is.
-        ranks: among which it is divided.
-        unit: the size is a multiple of this, unless the ranks divide what there is.
+        whole: global size.
+        ranks: number of ranks.
+        unit: the shard size is a multiple of this, unless `ranks` divides `whole`.
     """
     size, rest = divmod(whole, ranks)
     if rest:
@@ -32,21 +33,21 @@ def even_parts(whole: int, ranks: int, unit: int = 1) -> tuple[int, list[Range]]
 
 
 def moved_to_even(sizes: Sequence[float] | np.ndarray) -> float:
-    """How much the busiest rank sends or receives between shards of these sizes and an even division of them."""
+    """Returns how much the busiest rank sends or receives between shards of these sizes and the even division."""
     held = np.asarray(sizes, dtype=np.float64)
     part = held.sum() / len(held)
-    ends, partitions = held.cumsum(), part * np.arange(1, len(held) + 1)
-    kept = np.minimum(ends, partitions) - np.maximum(ends - held, partitions - part)
+    ends, even_ends = held.cumsum(), part * np.arange(1, len(held) + 1)
+    kept = np.minimum(ends, even_ends) - np.maximum(ends - held, even_ends - part)
     return float((np.maximum(held, part) - kept.clip(0)).max())
 
 
 class Balance(NamedTuple):
-    """What a rank exchanges between its shard and its part of an even division.
+    """The ranges that a rank exchanges between its shard and its part of the even division.
 
     Attributes:
-        size: of the parts.
-        of_shard: for each rank what of this rank's local shard lies in that rank's part.
-        of_part: for each rank what of this rank's part lies in that rank's shard.
+        size: shard size of the even division.
+        of_shard: for each rank the range of the local shard that lies in that rank's part.
+        of_part: for each rank the range of this rank's part that lies in that rank's shard.
     """
 
     size: int
@@ -56,11 +57,11 @@ class Balance(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=512)
     def of(sizes: tuple[int, ...], me: int, unit: int) -> Balance:
-        """Work it out. Kept, because a program moves the same shards again and again.
+        """Computes the ranges. Cached, because a program moves the same shards repeatedly.
 
         Args:
-            sizes: of the shards.
-            me: this rank, of the group.
+            sizes: shard sizes.
+            me: this rank in the group.
             unit: see `even_parts`.
         """
         ends = running_ends(sizes)

@@ -1,6 +1,6 @@
-"""What a transport is: how messages of one call travel between the ranks of a group, and what follows from the backend.
+"""The base class of transports, which move the messages of a call between the ranks of a group, and shared helpers.
 
-Everything here runs at run time, on real tensors, with sizes that all ranks of the group agree on.
+Everything here runs at run time, on real tensors, with rank-invariant sizes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Range = tuple[int, int]
 """First row and end row."""
 
 Message = tuple[int, Tensor]
-"""A peer's rank in the group, and a contiguous tensor that is sent or written."""
+"""A peer's rank in the group, and a contiguous tensor to send or to write."""
 
 
 class CallWork(Work):
-    """Work of a call: complete when its messages are, and a last local step has run.
+    """The work of a call: complete when all its messages are, and a last local step has run.
 
     Args:
-        call: what they belong to.
-        works: the messages.
-        then: the last step.
+        call: the recorded call that the messages belong to.
+        works: the works of the messages.
+        then: the last local step.
     """
 
     def __init__(self, call: Call, works: Sequence[Work], then: Callable[[], object] | None = None) -> None:
@@ -39,7 +39,7 @@ class CallWork(Work):
         self._then = then
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for the messages, then run the last step, once: a message that is waited for twice never comes."""
+        """Waits for the messages, then runs the last step, both once: a second wait for a message never returns."""
         works, self._works = self._works, []
         self._call.run([work.wait for work in works])
         if self._then is not None:
@@ -49,40 +49,40 @@ class CallWork(Work):
 
 
 def lies_in_rows(x: Tensor, dim: int) -> bool:
-    """Whether the rows of a dim are ranges of a tensor's memory, one after the other and as they are."""
+    """Returns whether the rows of a dim are consecutive ranges of the tensor's memory, without lazy conj or neg."""
     return dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
-    """`x` with `dim` moved to the front, contiguous: rows are then ranges of memory."""
+    """Returns `x` with `dim` moved to the front, contiguous, so that ranges of rows are ranges of memory."""
     return x if lies_in_rows(x, dim) else x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: [n]."""
+    """Returns the memory of a contiguous tensor as bytes: [n]."""
     flat = x.view(-1)
-    # Torch gives a view with elements of another size along a stride of 1 only, and one element may have any.
+    # `view(dtype)` needs a last stride of 1, while a tensor of one element may have any stride.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 TRANSPORTS: dict[str, Transport] = {}
-"""By the name of the backend."""
+"""Keyed by the name of the backend."""
 
 
 class Transport:
-    """Messages of a backend that matches them by tags: those of calls that differ never meet.
+    """The transport of a backend that matches messages by tags, so that those of different calls never match.
 
-    A subclass is known by its name from where it is defined: see `TRANSPORTS`.
+    Defining a subclass registers it in `TRANSPORTS` under its name.
 
     Attributes:
-        name: of the backend, as `torch.distributed` has it.
-        device: type of the device that its tensors are on.
-        tells: whether `shardcompile.diagnosis` looks after its groups.
-        agrees: whether its ranks can wait for one another by small messages before a collective of torch's.
-        aborts: whether the watch ends a wait by aborting the group; otherwise it closes connections.
+        name: name of the backend in `torch.distributed`.
+        device: device type of its tensors.
+        tells: whether `shardcompile.diagnosis` watches its groups.
+        agrees: whether its ranks can synchronise by small messages before a collective of torch's.
+        aborts: whether the watcher ends a wait by aborting the group; otherwise it closes connections.
         uses_cpu: whether the cores that compute also move its messages, through memory that all ranks share.
-        rings: whether gathers of shards of one size are better left to torch's own collective.
-        has_all_to_all: whether `all_to_all` is there, and better than messages.
+        rings: whether even all-gathers are better left to torch's own collective.
+        has_all_to_all: whether `all_to_all` is implemented, and faster than messages.
         mark: see `shardcompile.diagnosis.backends.Backend`.
     """
 
@@ -100,12 +100,12 @@ class Transport:
         TRANSPORTS[cls.name] = cls()
 
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
-        """Start messages of which none is empty. Every rank of the group calls this, also one that has none.
+        """Starts messages, none of which is empty. Every rank of the group calls this, even without messages.
 
         Args:
-            call: what they belong to.
-            sends: what goes.
-            receives: what comes.
+            call: the recorded call that the messages belong to.
+            sends: the messages to send.
+            receives: the messages to receive.
         """
         group, tag = call.group, call.tag
         starts = [functools.partial(group.recv, [t], peer, tag) for peer, t in receives]
@@ -113,27 +113,28 @@ class Transport:
         return call.run(starts)
 
     def exchange_of_two(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
-        """The same where only the ranks call it that have messages."""
+        """Like `exchange`, but called only by the ranks that have messages."""
         return self.exchange(call, sends, receives)
 
     def gather(self, call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor) -> list[Work] | None:
-        """Start to gather every rank's rows into `out`; None if that is best done by messages.
+        """Starts to gather the rows of all ranks into `out`; returns None if messages are the better algorithm.
 
         Args:
-            call: what it belongs to.
-            rows: of this rank, contiguous.
-            sizes: rows of each rank.
+            call: the recorded call.
+            rows: the local rows, contiguous.
+            sizes: number of rows of each rank.
             out: contiguous, written.
         """
         return None
 
     def reduce(self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor) -> list[Work] | None:
-        """Start to reduce every rank's terms, of which each rank gets its rows; None if that is best done by messages.
+        """Starts to reduce the terms of all ranks and to scatter the rows of the result; returns None if messages are
+        the better algorithm.
 
         Args:
-            call: what it belongs to.
-            rows: the terms of this rank, contiguous, first those that the first rank gets.
-            sizes: rows that each rank gets.
+            call: the recorded call.
+            rows: the local terms, contiguous, ordered by the rank that gets them.
+            sizes: number of rows that each rank gets.
             reduce_op: the reduction.
             out: contiguous, written.
         """
@@ -142,22 +143,22 @@ class Transport:
     def all_to_all(
         self, call: Call, rows: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]
     ) -> list[Work]:
-        """Start the backend's own all-to-all, which knows no tags.
+        """Starts the backend's own all-to-all, which has no tags.
 
-        Only for tables that all ranks are known to have alike.
+        Only for counts that are known to be consistent on all ranks.
 
         Args:
-            call: what it belongs to.
-            rows: contiguous, in the order of their destinations.
-            sent: how many go to each rank.
-            out: contiguous, written, in the order of the sources.
-            received: how many come from each.
+            call: the recorded call.
+            rows: contiguous, ordered by destination.
+            sent: number of rows to send to each rank.
+            out: contiguous, written, ordered by source.
+            received: number of rows to receive from each rank.
         """
         raise NotImplementedError
 
 
 def running_ends(sizes: Sequence[int]) -> list[Range]:
-    """First and end row of every shard."""
+    """Returns the range of each shard: its first row, and the row after its last one."""
     ranges, start = [], 0
     for size in sizes:
         ranges.append((start, start + size))
@@ -166,23 +167,23 @@ def running_ends(sizes: Sequence[int]) -> list[Range]:
 
 
 def overlap(a: Range, b: Range) -> Range:
-    """Rows that both ranges hold; empty ranges come out as (n, n)."""
+    """Returns the intersection of two ranges; (n, n) if it is empty."""
     start, end = max(a[0], b[0]), min(a[1], b[1])
     return (start, max(start, end))
 
 
 def shifted(a: Range, by: int) -> Range:
-    """The range moved by a number of rows."""
+    """Returns the range shifted by a number of rows."""
     return (a[0] + by, a[1] + by)
 
 
 def between_peers(
     me: int, rows: Tensor, to_peers: Sequence[Range], out: Tensor, from_peers: Sequence[Range]
 ) -> tuple[list[Message], list[Message]]:
-    """The messages, sent and received, in which each other rank gets a range of rows, and sends one. None is empty.
+    """Returns the messages to send and to receive for ranges of rows to and from each peer, without empty ones.
 
     Args:
-        me: this rank, of the group.
+        me: this rank in the group.
         rows: contiguous, [n, ...].
         to_peers: for each rank of the group the range of `rows` that it gets.
         out: contiguous, [m, ...].
@@ -198,13 +199,13 @@ def between_peers(
 def complete(
     out: Tensor | Sequence[Tensor], call: Call, works: Sequence[Work], then: Callable[[], object] | None = None
 ) -> None:
-    """Have `wait_tensor(out)` wait for the messages of a call, and take a last local step.
+    """Makes `wait_tensor(out)` wait for the messages of a call, and run a last local step.
 
     Args:
-        out: what is waited for; of several tensors the first one waits for all.
-        call: what the messages belong to.
-        works: the messages.
-        then: the last step.
+        out: the results; with several tensors the first wait completes all of them.
+        call: the recorded call that the messages belong to.
+        works: the works of the messages.
+        then: the last local step.
     """
     if works or then is not None:
         work = CallWork(call, works, then)

@@ -1,4 +1,4 @@
-"""gloo: messages with tags, and an all-to-all of its own."""
+"""The transport of gloo: messages with tags, and gloo's own all-to-all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardcompile.diagnosis import Call
 
 
 class Gloo(Transport):
-    """Shards are sent straight into their places, which is faster than gloo's collectives of shards of one size."""
+    """Sends shards directly into place, which is faster than gloo's collectives on even shards."""
 
     name = "gloo"
     tells = True
@@ -23,6 +23,6 @@ class Gloo(Transport):
     def all_to_all(
         self, call: Call, rows: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]
     ) -> list[Work]:
-        """In a quarter of the time of single messages among four ranks."""
+        """Takes a quarter of the time of single messages among four ranks."""
         call.agree()
         return call.run([functools.partial(call.group.alltoall_base, out, rows, list(received), list(sent))])

@@ -1,8 +1,8 @@
-"""Which GPU a rank of this machine uses, and ranks that share one.
+"""Assigns GPUs to the ranks of this machine, also one GPU to several ranks.
 
-NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Ranks that each say that they are a host of
-their own (``NCCL_HOSTID``) pass that check, and reach one another by sockets. So the NCCL paths of several ranks can be
-tried on a machine with one GPU. Results are those of several GPUs; times are not.
+NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Ranks that each claim to be a separate host
+(``NCCL_HOSTID``) pass that check and connect by sockets. So the NCCL paths of several ranks can be tested on a machine
+with one GPU. Results are those of several GPUs; times are not.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import torch
 
 SHARE = "SHARDCOMPILE_SHARE_GPUS"
-"""Set to 1 in the environment, it lets more ranks run than there are GPUs."""
+"""Environment variable; 1 lets more ranks run than there are GPUs."""
 
-_HOSTS_OF_THEIR_OWN = {
+_SEPARATE_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -24,19 +24,19 @@ _HOSTS_OF_THEIR_OWN = {
 
 
 def are_enough(ranks: int) -> bool:
-    """Whether so many ranks may run on the GPUs of this machine: one for each, or one that is shared (`SHARE`)."""
+    """Returns whether so many ranks may run on this machine: with one GPU each, or with shared GPUs (`SHARE`)."""
     gpus = torch.cuda.device_count()
     return gpus >= ranks or (gpus > 0 and os.environ.get(SHARE) == "1")
 
 
 def take(rank: int, ranks: int) -> None:
-    """Have this process use its GPU. Before a process group is made: NCCL reads the environment then.
+    """Selects the GPU of this process. Call it before creating a process group, when NCCL reads the environment.
 
     Args:
-        rank: of this process.
-        ranks: that run on this machine.
+        rank: rank of this process.
+        ranks: number of ranks on this machine.
     """
     gpus = torch.cuda.device_count()
     torch.cuda.set_device(rank % gpus)
     if ranks > gpus:
-        os.environ.update({"NCCL_HOSTID": f"rank-{rank}"} | _HOSTS_OF_THEIR_OWN)
+        os.environ.update({"NCCL_HOSTID": f"rank-{rank}"} | _SEPARATE_HOSTS)

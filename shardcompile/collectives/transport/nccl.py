@@ -1,7 +1,7 @@
-"""NCCL: grouped messages, and several ways to gather shards of any sizes and to reduce into them.
+"""The transport of NCCL: grouped messages, and several algorithms to gather uneven shards and to reduce into them.
 
-Why this is safe with streams, the allocator and several groups is written down in `docs/transports.md`. It has run
-between ranks that share a GPU, but for the ways over an even division, and nothing yet between GPUs.
+`docs/transports.md` explains why this is safe with streams, the allocator and several groups. It has been run between
+ranks that share a GPU, except for the algorithms over an even division, and not yet between GPUs.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ from shardcompile.diagnosis import Call
 from shardcompile.diagnosis.queued import Passed
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-"""What NCCL reduces as `reduce_rows` does. Its maximum does not keep NaN."""
+"""Reductions in which NCCL agrees with `reduce_rows`. Its maximum does not propagate NaN."""
 
 _REDUCED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 }
-"""Dtypes that NCCL reduces as they are."""
+"""Dtypes that NCCL reduces without conversion."""
 
 
 def end_of_stream() -> Passed:
-    """Note the end of the current stream."""
+    """Records an event at the end of the current stream; the result tells whether the stream has passed it."""
     event, device = torch.cuda.Event(), torch.cuda.current_device()
     event.record()
 
     def passed() -> bool:
         try:
-            with torch.cuda.device(device):  # else a thread that only looks makes a context on the first GPU
+            with torch.cuda.device(device):  # else a watching thread would create a context on the first GPU
                 return event.query()
-        except RuntimeError:  # of a kernel, which the program is told where it waits
+        except RuntimeError:  # a failed kernel, which is reported where the program waits
             return True
 
     return passed
 
 
 class Nccl(Transport):
-    """Messages of a call go in one group of NCCL. There are no tags: all ranks come to their calls in one order.
+    """Groups the messages of a call in one NCCL group. There are no tags: all ranks make their calls in one order.
 
-    NCCL knows neither bool nor complex; rows are moved as bytes.
+    NCCL supports neither bool nor complex; rows are moved as bytes.
 
     Attributes:
-        fixed: the way in which shards are gathered and terms reduced, on every rank alike, for who measures it; None
-            for the cheapest.
+        fixed: the algorithm for gathers and reductions, rank-invariant, for benchmarks; None for the cheapest.
     """
 
     name = "nccl"
@@ -86,7 +85,7 @@ class Nccl(Transport):
         return call.run([lambda: dist.batch_isend_irecv(messages)])[0] if messages else []
 
     def exchange_of_two(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
-        """See `Transport`. Not in a group, so that two ranks meet in a communicator of their own."""
+        """See `Transport`. Not in an NCCL group, so that the two ranks use a communicator of their own."""
         group = call.group
         starts = [functools.partial(dist.irecv, as_bytes(t), group=group, group_src=p) for p, t in receives]
         starts += [functools.partial(dist.isend, as_bytes(t), group=group, group_dst=p) for p, t in sends]
@@ -97,19 +96,19 @@ class Nccl(Transport):
         if not out.numel():
             return []
         width = out.numel() * out.dtype.itemsize // sum(sizes)
-        lengths, mine, whole = tuple([n * width for n in sizes]), as_bytes(rows), as_bytes(out)
+        lengths, local_bytes, whole = tuple([n * width for n in sizes]), as_bytes(rows), as_bytes(out)
         match self.fixed or way_to_gather(lengths, torch.cuda.nccl.version()):
             case Way.EVEN:
-                return _gather_even(call, mine, whole)
+                return _gather_even(call, local_bytes, whole)
             case Way.BROADCASTS:
-                return _gather_by_broadcasts(call, mine, running_ends(lengths), whole)
+                return _gather_by_broadcasts(call, local_bytes, running_ends(lengths), whole)
             case Way.BALANCED:
-                return [self._gather_balanced(call, mine, lengths, whole)]
+                return [self._gather_balanced(call, local_bytes, lengths, whole)]
             case _:
                 return None
 
     def reduce(self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor) -> list[Work] | None:
-        """See `Transport`. Sums and means of dtypes that NCCL reduces; they round as its all-reduce does."""
+        """See `Transport`. For sums and means of dtypes that NCCL reduces; they round as its all-reduce does."""
         if not rows.numel():
             return []
         dtype = rows.dtype.to_real() if rows.is_complex() else rows.dtype
@@ -127,7 +126,7 @@ class Nccl(Transport):
                 return [self._reduce_balanced(call, terms, lengths, reduce_op, whole)]
 
     def _gather_balanced(self, call: Call, rows: Tensor, lengths: tuple[int, ...], out: Tensor) -> Work:
-        # The ring reads what the messages bring. No wait is between them: both run on the group's stream, in order.
+        # The ring reads what the messages write. No wait is needed: both run on the group's stream, in order.
         me, whole = call.group.rank(), out
         size, of_shard, of_part = Balance.of(lengths, me, ALIGNED)
         part = rows.new_empty([size])
@@ -142,7 +141,7 @@ class Nccl(Transport):
         me, whole = call.group.rank(), rows
         size, of_shard, of_part = Balance.of(lengths, me, max(ALIGNED // rows.dtype.itemsize, 1))
         if rows.shape[0] != size * len(lengths):
-            whole = rows.new_empty([size * len(lengths)])  # nobody reads the sums of what is behind the rows
+            whole = rows.new_empty([size * len(lengths)])  # the sums over the padding are not read
             whole[: rows.shape[0]].copy_(rows)
         part = rows.new_empty([size])
         works = _reduce_even(call, whole, reduce_op, part)
@@ -150,9 +149,9 @@ class Nccl(Transport):
         return CallWork(call, works, lambda: out[slice(*of_shard[me])].copy_(part[slice(*of_part[me])]))
 
     def _connect(self, group: ProcessGroup) -> None:
-        """Have all ranks of a group make its communicator together, before some of them have no message to send.
+        """Makes all ranks of a group create its communicator together, as later some may have no message.
 
-        Torch makes it in the first call, and says that all ranks have to take part in that one.
+        Torch creates it in the first call, and documents that all ranks must take part in that call.
         """
         self._connected.add(group)
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -164,7 +163,7 @@ def _gather_even(call: Call, rows: Tensor, out: Tensor) -> list[Work]:
 
 
 def _gather_by_broadcasts(call: Call, rows: Tensor, ends: Sequence[Range], out: Tensor) -> list[Work]:
-    # Given tensors of several sizes, torch's NCCL broadcasts each of them from its rank, all in one group of calls.
+    # For tensors of different sizes, torch's NCCL backend broadcasts each from its rank, all in one group of calls.
     start = functools.partial(dist.all_gather, [out[a:b] for a, b in ends], rows, group=call.group, async_op=True)
     return [work for work in call.run([start]) if work is not None]
 

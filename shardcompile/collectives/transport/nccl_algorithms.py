@@ -1,7 +1,7 @@
-"""Which way shards of any sizes are gathered and reduced soonest on NCCL.
+"""Chooses the fastest algorithm to gather uneven shards, or to reduce into them, on NCCL.
 
-A way is chosen by sizes that all ranks know, and by the version of NCCL, which is the same on all ranks: NCCL refuses
-others. Costs are in bytes that a ring moves in the same time.
+The choice is rank-invariant: it depends on sizes that all ranks know and on the version of NCCL, which must be the same
+on all ranks. Costs are in bytes that a ring moves in the same time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from enum import Enum
 from shardcompile.collectives.transport.balance import even_parts, moved_to_even
 
 FUSES_BROADCASTS = (2, 30)
-"""From this version on NCCL makes one kernel of the broadcasts of a group, whatever their sizes."""
+"""From this version on NCCL fuses the broadcasts of a group into one kernel, whatever their sizes."""
 
 ALIGNED = 16
-"""Bytes: NCCL moves what begins at multiples of this faster."""
+"""Alignment in bytes: NCCL moves aligned buffers faster."""
 
 _SENDS = 1.25
-"""Bytes that a ring moves in the time of a byte of grouped sends: an estimate, not measured by this project."""
+"""Cost of one byte of grouped sends: an estimate, not measured by this project."""
 
 _COPIES = 0.1
-"""The same for a byte that is read and written in a GPU's own memory."""
+"""Cost of one byte that is read and written in a GPU's own memory."""
 
 _LAUNCH = 2**18
-"""The same for a kernel that is launched, and its latency."""
+"""Cost of launching a kernel, with its latency."""
 
 
 class Way(Enum):
-    """How shards are gathered, or how terms are reduced into shards."""
+    """The algorithm by which shards are gathered, or terms are reduced into shards."""
 
     EVEN = "torch's collective, straight from and into place: the shards have one size"
     BROADCASTS = "a broadcast of each shard, all of them in one group"
@@ -39,18 +39,18 @@ class Way(Enum):
 
 @functools.lru_cache(maxsize=512)
 def way_to_gather(nbytes: tuple[int, ...], version: tuple[int, ...]) -> Way:
-    """The way in which shards are gathered soonest.
+    """Returns the fastest algorithm to gather shards.
 
     Args:
-        nbytes: of each rank's local shard.
-        version: of NCCL.
+        nbytes: bytes of each rank's shard.
+        version: version of NCCL.
     """
     return _cheapest(costs_to_gather(nbytes, version))
 
 
 @functools.lru_cache(maxsize=512)
 def way_to_reduce(nbytes: tuple[int, ...]) -> Way:
-    """The way in which terms are reduced into shards soonest.
+    """Returns the fastest algorithm to reduce terms into shards.
 
     Args:
         nbytes: of each rank's local shard.
@@ -59,11 +59,11 @@ def way_to_reduce(nbytes: tuple[int, ...]) -> Way:
 
 
 def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way, float]:
-    """What each way to gather that may be taken costs; of equal ones the first counts.
+    """Returns the cost of each available algorithm to gather; among equal costs the first wins.
 
-    A ring of broadcasts moves over each link all shards but the one of the rank that it leads to. A shard that is sent
-    to each other rank leaves its owner ``n - 1`` times. An even division takes messages between neighbours, and then a
-    ring of equal parts.
+    A ring of broadcasts moves over each link all shards but that of the rank at its end. With direct sends, a shard
+    leaves its owner ``n - 1`` times. An even division takes messages between neighbours, and then a ring of equal
+    shards.
     """
     n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
     if largest * n == whole:
@@ -77,10 +77,9 @@ def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way
 
 
 def costs_to_reduce(nbytes: Sequence[int]) -> dict[Way, float]:
-    """What each way to reduce that may be taken costs; of equal ones the first counts.
+    """Returns the cost of each available algorithm to reduce; among equal costs the first wins.
 
-    What is sent to the owners of the shards is reduced there: the owner reads a term of each rank. What takes the ring
-    is reduced on the way.
+    With direct sends, the owner of a shard reduces it, and reads a term of each rank. A ring reduces on the way.
     """
     n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
     if largest * n == whole:
@@ -92,12 +91,12 @@ def costs_to_reduce(nbytes: Sequence[int]) -> dict[Way, float]:
 
 
 def _by_messages(nbytes: Sequence[int]) -> float:
-    """Messages from each rank to each other: the busiest one sends its shard to all, or gets the shards of all."""
+    """Returns the cost of direct sends: the busiest rank sends its shard to all, or receives the shards of all."""
     return _SENDS * max((len(nbytes) - 1) * max(nbytes), sum(nbytes) - min(nbytes))
 
 
 def _over_an_even_division(nbytes: Sequence[int]) -> float:
-    """Messages and a ring, and the copies around them: of a rank's own part, and of the whole if it is padded."""
+    """Returns the cost of messages, a ring, and local copies: of a rank's own part, and of everything if padded."""
     n, whole = len(nbytes), sum(nbytes)
     size, _ = even_parts(whole, n, ALIGNED)
     copied = size + (2 * whole if whole % n else 0)
