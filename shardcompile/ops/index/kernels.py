@@ -21,7 +21,7 @@ def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
     functional: Any = compat.functional_variant(op)
 
     def local(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-        """`masked_fill_`, by a copy inside a trace: torch's own guards there on the size of a shard that is not contiguous."""
+        """Copies inside a trace: torch's `masked_fill_` guards there on the size of a shard that is not contiguous."""
         if type(x) is Tensor or x.ndim < 2:
             return op(x, mask, value)
         return copy_shard(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
@@ -30,7 +30,7 @@ def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
-    """`index_fill`, by `index_copy` in a trace: torch's own compares strides there, which unbacked shard sizes forbid."""
+    """`index_fill`, by `index_copy` in a trace: torch's own compares strides, which unbacked shard sizes forbid."""
     if type(x) is Tensor or x.ndim == 0:
         return aten.index_fill.int_Scalar(x, dim, index, value)
     shape = list(x.shape)
