@@ -55,7 +55,7 @@ from shardcompile.sharding import Partition
 from shardcompile.testing import LocalRanks, once
 from shardcompile.testing.arrange import lay_out, seed_of, with_bits_to_spare
 from shardcompile.testing.compare import difference
-from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.rendezvous import RendezvousError
 from shardcompile.testing.scheduler import RanksWaitError
 from shardcompile.testing.trial import describe_value, largest_share, shard_problems
 
@@ -391,7 +391,7 @@ def _end(stage: str, error: BaseException) -> End:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, _Wrong):
         return End("wrong", stage, str(error))
-    if isinstance(error, (RanksWaitError, MeetingError)):
+    if isinstance(error, (RanksWaitError, RendezvousError)):
         return End("waits", stage, text, trace)
     if "add up to" in text or "its layout says" in text:
         return End("internal", stage, text, trace)  # a collective that was given other shards than it was told of
@@ -459,7 +459,7 @@ def _refuses(line: str, values: dict[str, Any]) -> End:
     try:
         run_line(line, values)
     except _RAISED_BY_USERS as error:
-        if isinstance(error, (RanksWaitError, MeetingError)):
+        if isinstance(error, (RanksWaitError, RendezvousError)):
             return _end(line, error)
         return End(REFUSED, "as plain PyTorch does")
     except Exception as error:

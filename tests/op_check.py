@@ -22,7 +22,7 @@ from shardcompile.errors import DivergenceError
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_style
 from shardcompile.testing.compare import Tolerances
-from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.rendezvous import RendezvousError
 from shardcompile.testing.scheduler import RanksWaitError
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import ServiceWatch
@@ -357,7 +357,7 @@ def _check_one(
 
 # What torch, or its fake tensors, raise on purpose; not AttributeError, AssertionError or ZeroDivisionError.
 _ORDERLY = (RuntimeError, ValueError, IndexError, TypeError)
-_APART = (RanksWaitError, MeetingError, DivergenceError)  # one rank has raised, and the others have gone on
+_APART = (RanksWaitError, RendezvousError, DivergenceError)  # one rank has raised, and the others have gone on
 RAISE = False
 
 

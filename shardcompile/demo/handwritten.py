@@ -1,8 +1,8 @@
-"""The training step of the demo written by hand: plain shards, and a collective wherever points are summed.
+"""The training step of the demo written by hand: plain local shards, and a collective for each sum over points.
 
-This is what the sharded tensors save a person from writing, and what they are measured against. It takes every short
-sharded that a person might: one collective for the two sums of a layer, one for the two of the loss, and one bucket
-for all gradients of parameters. There is none for what is the same on every rank anyway.
+This is the code that sharded tensors make unnecessary, and the baseline of their measurements. It takes every shortcut
+that a person might: one collective for the two sums of a layer, one for the two sums of the loss, and one bucket for
+all gradients of parameters. There is no collective for rank-invariant values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .training import Batch, Compiler, Step
 
 
 def handwritten_step(net: PointTransformer, group: ProcessGroup, compiler: Compiler | None) -> Step:
-    """The step of `training.sharded_step`, by hand: the same loss and the same gradients.
+    """Makes the hand-written step, with the loss and the gradients of `training.sharded_step`.
 
     Args:
         net: the model, the same on every rank.
         group: the ranks that hold the points.
-        compiler: backend of torch.compile; None for eager.
+        compiler: the backend of torch.compile; None for eager mode.
     """
 
     def loss_of_shard(features: Tensor, target: Tensor) -> Tensor:
@@ -49,49 +49,49 @@ def handwritten_step(net: PointTransformer, group: ProcessGroup, compiler: Compi
 
 
 def predict(net: PointTransformer, features: Tensor, group: ProcessGroup) -> Tensor:
-    """`net(features)` for this rank's points, which attend to those of all ranks. [n, F] -> [n]."""
+    """Computes `net(features)` for the points of this rank, which attend to those of all ranks. [n, F] -> [n]."""
     x = net.embed(features)
-    for shard in net.shards:
-        x = x + _attention(shard.attention, shard.attention_norm(x), group)  # type: ignore[arg-type, operator]
-        x = x + shard.mlp(shard.mlp_norm(x))  # type: ignore[operator]
+    for block in net.blocks:
+        x = x + _attention(block.attention, block.attention_norm(x), group)  # type: ignore[arg-type, operator]
+        x = x + block.mlp(block.mlp_norm(x))  # type: ignore[operator]
     return net.head(net.norm(x)).squeeze(-1)
 
 
 def _attention(layer: SliceAttention, x: Tensor, group: ProcessGroup) -> Tensor:
-    """`layer(x)` with the slice means over all ranks. [n, C] -> [n, C]."""
+    """Computes `layer(x)` with the slice means over all ranks. [n, C] -> [n, C]."""
     weights = layer.split_heads(layer.assign(x)).softmax(-1)  # [H, n, S]
     values = layer.split_heads(layer.value(x))  # [H, n, D]
     totals = torch.cat([weights.transpose(1, 2) @ values, weights.sum(1).unsqueeze(-1)], dim=-1)  # [H, S, D + 1]
     totals = _Sum.apply(totals, group)
     tokens = layer.attend(totals[..., :-1] / (totals[..., -1:] + 1e-6))
-    points = weights @ _Share.apply(tokens, group)  # [H, n, D]
+    points = weights @ _Replicate.apply(tokens, group)  # [H, n, D]
     return layer.out(points.transpose(0, 1).flatten(1))
 
 
 def complete_gradients(net: PointTransformer, group: ProcessGroup) -> None:
-    """Add up the parameters' gradients over all ranks, in one collective."""
-    # Between `_Sum` and `_Share` every rank computes with the same tokens: there the gradients are complete.
+    """All-reduces the gradients of the parameters, in one collective."""
+    # Between `_Sum` and `_Replicate` every rank computes with the same tokens, so those gradients are complete.
     parameters = [p for name, p in net.named_parameters() if "query_key_value" not in name]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    total = _add_up(torch.cat([g.flatten() for g in gradients]), group)
+    total = _all_reduce(torch.cat([g.flatten() for g in gradients]), group)
     for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all ranks, of which every rank then uses all: the gradient passes as it is."""
+    """All-reduce whose result every rank uses in full: the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _add_up(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
 
 
-class _Share(torch.autograd.Function):
-    """A value, the same on every rank, that each uses for its own points: the gradient is the sum over all ranks."""
+class _Replicate(torch.autograd.Function):
+    """Identity of a replicated value that each rank uses for its own points: the gradient is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -100,10 +100,10 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _add_up(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
-def _add_up(x: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     total = all_reduce(x.contiguous(), group)
     assert isinstance(total, Tensor), "it was awaited"
     return total

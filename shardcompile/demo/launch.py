@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: one process each, on this machine."""
+"""Runs a function on several ranks of this machine, each a process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not de
 from shardcompile.collectives.transport import device_type, gpus
 
 Work = Callable[[Any], Any]
-"""What a rank does: gets the argument, returns a result that pickles."""
+"""The function that a rank runs. It takes the argument, and returns a picklable result."""
 
 
 class RankFailedError(RuntimeError):
@@ -31,7 +31,7 @@ class RankFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank is told."""
+    """The message to a rank."""
 
     rank: int
     ranks: int
@@ -47,20 +47,20 @@ class _Failure:
 
 
 def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
-    """Run `work(argument)` on every rank of a process group and return what each rank returned.
+    """Runs `work(argument)` on every rank of a process group, and returns the result of each rank.
 
-    The ranks print to this process's output. They are gone when this returns or raises, Ctrl-C included.
+    The ranks print to this process's output. They have ended when this returns or raises, also after Ctrl-C.
 
     Args:
-        work: a function of a module, so that it can be named to other processes.
-        argument: the same for all ranks; must pickle.
-        ranks: how many processes.
-        backend: ``gloo``, or ``nccl`` with one GPU for each rank (or shared: `transport.gpus`).
+        work: a module-level function, so that it can be pickled.
+        argument: the same for all ranks; must be picklable.
+        ranks: the number of processes.
+        backend: ``gloo``, or ``nccl`` with one GPU for each rank (or shared GPUs: `transport.gpus`).
 
     Raises:
-        RankFailedError: a rank raised or died; the message holds its traceback.
+        RankFailedError: a rank raised or died. The message has its traceback.
     """
-    # The store lives here, so that its port is known before a rank starts and no rank has to listen first.
+    # This process hosts the store, so that its port is known before a rank starts.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = [_Job(rank, ranks, backend, store.port, work, argument) for rank in range(ranks)]
     processes: list[SpawnProcess] = []
@@ -78,17 +78,17 @@ def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _settings_of_ranks(ranks: int) -> Iterator[None]:
-    """Environment and signals that the processes started inside inherit."""
+    """Sets the environment and the signals that processes started inside the context inherit."""
     ours = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        # C++ kernels of a graph compile side by side, in threads; no pool of processes starts before it is needed.
+        # The C++ kernels of a graph compile in parallel, in threads. No pool of compile processes starts in advance.
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         "TORCH_WARM_POOL": "0",
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
     added = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(added)
-    # Ctrl-C reaches every process of the terminal; the ranks leave it to this one, which ends them.
+    # Ctrl-C reaches every process of the terminal. The ranks ignore it, and this process ends them.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -109,7 +109,7 @@ def _start(job: _Job, processes: list[SpawnProcess]) -> Connection[object, objec
 
 
 def _collect(connections: Sequence[Connection[object, object]], processes: Sequence[SpawnProcess]) -> list[object]:
-    """The results in the order of the ranks, as soon as there are all of them, or a failure."""
+    """Waits for the results of all ranks, or for the first failure, and returns them in the order of the ranks."""
     results: dict[int, Any] = {}
     while len(results) < len(connections):
         ready = wait([c for rank, c in enumerate(connections) if rank not in results])
@@ -145,7 +145,7 @@ def _rank_main(job: _Job, connection: Connection[object, object]) -> NoReturn:
         connection.send(_Failure(traceback.format_exc()))
         os._exit(1)
     sys.stdout.flush()
-    os._exit(0)  # a gloo group that is torn down by the interpreter's exit sometimes aborts
+    os._exit(0)  # the interpreter's exit would destroy the gloo group, which sometimes aborts
 
 
 def _end_with_parent() -> None:

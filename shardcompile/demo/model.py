@@ -1,8 +1,8 @@
 """The network of the demo: a small transformer for point clouds, in plain PyTorch.
 
 After Transolver (Wu et al., 2024, arXiv:2402.02366): points attend to each other through a few learned
-slices, so the cost grows linearly with the number of points. Nothing here knows that the points may lie on
-several ranks; a sum over points is written as a sum over points.
+slices, so the cost grows linearly with the number of points. The code is independent of whether the points are
+sharded: a sum over points is written as a sum over points.
 
 Letters in shapes: n points, F features, C channels, H heads, D = C / H channels per head, S slices.
 """
@@ -52,13 +52,13 @@ class SliceAttention(nn.Module):
 def slice_means(weights: Tensor, values: Tensor) -> Tensor:
     """Mean of the points' values in each slice. [H, n, S], [H, n, D] -> [H, S, D]."""
     totals = weights.transpose(1, 2) @ values
-    # The small number keeps an unused slice finite. It is a literal because torch.compile(dynamic=True) makes
+    # The epsilon keeps an unused slice finite. It is a literal because torch.compile(dynamic=True) makes
     # a float that it reads from a name an input of the graph (seen in torch 2.13).
     return totals / (weights.sum(1).unsqueeze(-1) + 1e-6)
 
 
-class Shard_(nn.Module):
-    """Slice attention and a pointwise network, each behind a norm and beside a residual. [n, C] -> [n, C]."""
+class Block(nn.Module):
+    """Slice attention and a pointwise MLP, each with a pre-norm and a residual connection. [n, C] -> [n, C]."""
 
     def __init__(self, channels: int, heads: int, slices: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class PointTransformer(nn.Module):
         channels: C, a multiple of `heads`.
         heads: H.
         slices: S, soft groups of points per head.
-        layers: how many shards.
+        layers: the number of blocks.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class PointTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = _mlp(features, 2 * channels, channels)
-        self.shards = nn.ModuleList(Shard_(channels, heads, slices) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(channels, heads, slices) for _ in range(layers))
         self.norm = nn.LayerNorm(channels)
         self.head = nn.Linear(channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        for shard in self.shards:
-            x = shard(x)
+        for block in self.blocks:
+            x = block(x)
         return self.head(self.norm(x)).squeeze(-1)
 
 
 def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
-    """Length of the error over length of the target: 1 for a prediction of zero. [n], [n] -> []."""
+    """Norm of the error over norm of the target: 1 for a prediction of zero. [n], [n] -> []."""
     return torch.sqrt((prediction - target).square().sum() / target.square().sum())
 
 

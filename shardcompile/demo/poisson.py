@@ -5,10 +5,10 @@ Each sample is the solution of
     -div(kappa grad u) = f   inside,      u = 0   on the boundary,
 
 on a star-shaped domain with an elliptic hole, by linear (P1) elements on an unstructured triangulation.
-Everything follows from integer seeds, so every rank builds the same data without asking another. All
+Everything follows from integer seeds, so every rank builds the same data without communication. All
 lengths are in units of the mean radius of the domain, which is 1.
 
-The module needs numpy and scipy only; it knows nothing of torch or of ranks as processes.
+The module needs numpy and scipy only, and neither torch nor processes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FEATURES = ("x", "y", "source", "log_kappa", "wall_distance")
 """The columns of `Sample.features`."""
 
 FEATURE_SCALE = (0.5, 0.5, 3.0, 0.35, 0.15)
-"""What each feature is divided by: about its standard deviation over the default samples."""
+"""The divisor of each feature: about its standard deviation over the default samples."""
 
 TARGET_SCALE = 0.2
-"""What `u` is divided by: about its standard deviation over the default samples (measured on 200 seeds)."""
+"""The divisor of `u`: about its standard deviation over the default samples (measured on 200 seeds)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Sample:
-    """One solved problem, as a network sees it.
+    """One solved problem, as input and target of a network.
 
     Attributes:
         points: positions, float32 [n, 2].
@@ -75,11 +75,11 @@ class Sample:
 
 
 def make_sample(seed: int, points: tuple[int, int] = (300, 900)) -> Sample:
-    """Draw a domain, a source and a diffusivity from `seed`, and solve.
+    """Draws a domain, a source and a diffusivity from `seed`, and solves the problem.
 
     Args:
         seed: any non-negative integer; the same seed gives the same sample.
-        points: the number of mesh points is drawn between these two, and met within some percent.
+        points: the range of the number of mesh points, which is met within a few percent.
     """
     rng = np.random.default_rng(seed)
     spacing, loops = _random_domain(rng, int(rng.integers(points[0], points[1] + 1)))
@@ -98,7 +98,7 @@ def make_sample(seed: int, points: tuple[int, int] = (300, 900)) -> Sample:
 
 
 def make_dataset(count: int, seed: int = 0, points: tuple[int, int] = (300, 900)) -> list[Sample]:
-    """`count` samples; those of one seed share none with those of another (below a million samples)."""
+    """Makes `count` samples. The samples of different seeds differ (below a million samples)."""
     return [make_sample(seed * 1_000_000 + i, points) for i in range(count)]
 
 
@@ -280,25 +280,25 @@ def mass(mesh: Mesh) -> sparse.csr_matrix:
     return _assemble(mesh, areas[:, None, None] / 12 * (np.ones((3, 3)) + np.eye(3)))
 
 
-def _assemble(mesh: Mesh, shards: Array) -> sparse.csr_matrix:
-    """Sum 3 x 3 shards [t, 3, 3], one per triangle, into the matrix of the mesh."""
+def _assemble(mesh: Mesh, elements: Array) -> sparse.csr_matrix:
+    """Sums 3 x 3 element matrices [t, 3, 3], one for each triangle, into the matrix of the mesh."""
     rows = np.repeat(mesh.triangles, 3, axis=1).ravel()
     columns = np.tile(mesh.triangles, (1, 3)).ravel()
     n = len(mesh.points)
-    return sparse.coo_matrix((shards.ravel(), (rows, columns)), shape=(n, n)).tocsr()
+    return sparse.coo_matrix((elements.ravel(), (rows, columns)), shape=(n, n)).tocsr()
 
 
-# ---------------------------------------------------------------------------------------------- sharding_of
+# ---------------------------------------------------------------------------------------------- partitions
 
 
 def random_weights(step: int, ranks: int, seed: int = 0, empty_every: int = 5) -> list[float]:
-    """How unevenly to shard the points at one step; the same on every rank.
+    """Draws the relative shard sizes of one step, which are the same on every rank.
 
     Args:
         step: the training step.
-        ranks: how many weights.
-        seed: another seed gives other weights.
-        empty_every: at each so-many-th step one rank gets weight zero; 0 turns that off.
+        ranks: the number of weights.
+        seed: the random seed.
+        empty_every: at every step of this period one rank gets weight zero; 0 for never.
 
     Returns:
         One weight per rank, log-normal (two thirds lie within a factor 1.8 of the median).
@@ -312,7 +312,7 @@ def random_weights(step: int, ranks: int, seed: int = 0, empty_every: int = 5) -
 
 
 def proportional_sizes(size: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `size`, each within one of its share; a weight of zero gives zero.
+    """Returns integers that sum to `size`, each within one of its share; a weight of zero gives zero.
 
     Raises:
         ValueError: if a weight is negative or not finite, or all are zero.
@@ -322,46 +322,46 @@ def proportional_sizes(size: int, weights: Sequence[float]) -> list[int]:
         raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")
     shares = size * given / given.sum()
     sizes = np.floor(shares).astype(int)
-    left_over = size - int(sizes.sum())
-    sizes[np.argsort(sizes - shares, kind="stable")[:left_over]] += 1
+    remainder = size - int(sizes.sum())
+    sizes[np.argsort(sizes - shares, kind="stable")[:remainder]] += 1
     return sizes.tolist()
 
 
 def partition(points: npt.ArrayLike, weights: Sequence[float]) -> tuple[Array, list[int]]:
-    """Sharded a point cloud into compact parts of uneven size, by recursive coordinate bisection.
+    """Partitions a point cloud into compact parts of uneven size, by recursive coordinate bisection.
 
     Args:
         points: positions, [n, d].
         weights: relative size of each part; zero gives an empty part.
 
     Returns:
-        order: int64 [n], the points part by part, so `features[order]` has the parts as row shards.
+        order: int64 [n], the points part by part, so `features[order]` has the parts as ranges of rows.
         sizes: number of points of each part.
 
     Raises:
         ValueError: if a weight is negative or not finite, or all are zero.
     """
-    where = np.asarray(points)
-    sizes = proportional_sizes(len(where), weights)
-    return _bisect(where, np.arange(len(where), dtype=np.int64), sizes), sizes
+    positions = np.asarray(points)
+    sizes = proportional_sizes(len(positions), weights)
+    return _bisect(positions, np.arange(len(positions), dtype=np.int64), sizes), sizes
 
 
 def _bisect(points: Array, chosen: Array, sizes: list[int]) -> Array:
-    """Order the `chosen` points so that shards of `sizes` rows are compact."""
+    """Orders the `chosen` points so that ranges of `sizes` rows are compact."""
     if len(sizes) == 1 or len(chosen) == 0:
         return chosen
     half = len(sizes) // 2
-    here = points[chosen]
-    axis = int(np.argmax(np.ptp(here, axis=0)))
-    sorted_ = chosen[np.argsort(here[:, axis], kind="stable")]
-    partition = sum(sizes[:half])
-    low = _bisect(points, sorted_[:partition], sizes[:half])
-    high = _bisect(points, sorted_[partition:], sizes[half:])
+    positions = points[chosen]
+    axis = int(np.argmax(np.ptp(positions, axis=0)))
+    sorted_ = chosen[np.argsort(positions[:, axis], kind="stable")]
+    middle = sum(sizes[:half])
+    low = _bisect(points, sorted_[:middle], sizes[:half])
+    high = _bisect(points, sorted_[middle:], sizes[half:])
     return np.concatenate([low, high])
 
 
 def owners(order: Array, sizes: Sequence[int]) -> Array:
-    """The part of each point, in the points' own order: the inverse view of `partition`, int64 [n]."""
+    """Returns the part of each point, in the original order of the points, int64 [n]."""
     owner = np.empty(len(order), dtype=np.int64)
     owner[order] = np.repeat(np.arange(len(sizes)), sizes)
     return owner

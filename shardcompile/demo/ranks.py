@@ -1,4 +1,4 @@
-"""What every rank of the demo does: train on sharded points, then measure."""
+"""The work of every rank of the demo: training on sharded points, then measurements."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ TIMED_BATCHES, TIMED_ROUNDS = 3, 5
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run.
+    """The settings of the demo.
 
     Attributes:
-        ranks: number of processes.
-        steps: training steps.
+        ranks: the number of processes.
+        steps: the number of training steps.
         backend: ``gloo`` or ``nccl``.
-        compiler: backend of torch.compile.
-        seed: of samples, partitions and parameters.
-        double: compute in float64, not float32.
-        compare: also time eager and hand-written steps.
-        out: folder for the report and the picture.
+        compiler: the backend of torch.compile.
+        seed: the seed of samples, partitions and parameters.
+        double: whether to compute in float64, not float32.
+        compare: whether to time eager and hand-written steps, too.
+        out: the folder for the report and the picture.
     """
 
     ranks: int = 2
@@ -71,26 +71,26 @@ class Settings:
 
     @property
     def device(self) -> str:
-        """Type of device that data and parameters are on."""
+        """The device type of data and parameters."""
         return device_type(self.backend)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; those from `steps` on are not trained on."""
+        """Makes the batch of a step. Batches from `steps` on are not used for training."""
         return make_batch(step, self.ranks, self.seed, self.dtype, self.device)
 
     def net(self) -> PointTransformer:
-        """The model before training."""
+        """Makes the model before training."""
         return make_net(self.seed, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Single:
-    """The same training in one process.
+    """The outcome of the same training in one process.
 
     Attributes:
-        losses: of each step.
-        parameters: at the end, float64 [p].
-        gradient_difference: of the sharded training from this one, relative, the largest of all steps.
+        losses: the loss of each step.
+        parameters: the final parameters, float64 [p].
+        gradient_difference: the largest relative difference of the gradients of the sharded training, over all steps.
     """
 
     losses: list[float]
@@ -103,11 +103,11 @@ class Trained:
     """The outcome of the sharded training on one rank.
 
     Attributes:
-        losses: of each step.
-        parameters: at the end, float64 [p].
-        graphs: that were compiled on this rank.
-        points: number of points of each step's sample.
-        single: on rank 0, training in one process.
+        losses: the loss of each step.
+        parameters: the final parameters, float64 [p].
+        graphs: the number of graphs compiled on this rank.
+        points: the number of points in the sample of each step.
+        single: on rank 0, the outcome of training in one process.
     """
 
     losses: list[float]
@@ -119,14 +119,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has found. Mappings are by the way that a step is taken: compiled, eager, handwritten.
+    """The results of one rank. The keys of mappings are the variants of a step: compiled, eager, handwritten.
 
     Attributes:
-        trained: the training.
-        prediction: for the first batch that was not trained on, in the order of the sample's points, [n].
-        traffic: of one step.
-        times: milliseconds for one step; empty if not compared.
-        handwritten_difference: relative difference of the hand-written step's gradients from the sharded one's.
+        trained: the outcome of the training.
+        prediction: the prediction for the first batch that was not trained on, in the order of its sample, [n].
+        traffic: the communication of one step.
+        handwritten_difference: the relative difference between the gradients of the hand-written and the sharded step.
+        times: the milliseconds of one step; empty if not compared.
     """
 
     trained: Trained
@@ -137,7 +137,7 @@ class RankResult:
 
 
 def run_rank(settings: Settings) -> RankResult:
-    """Train, count, compare."""
+    """Trains, counts collectives, and compares the variants of a step."""
     mesh = init_device_mesh(settings.device, (settings.ranks,))
     net = settings.net()
     compiled, eager = sharded_step(net, mesh, settings.compiler), sharded_step(net, mesh, None)
@@ -154,9 +154,9 @@ def run_rank(settings: Settings) -> RankResult:
 
 
 def _train(settings: Settings, training: Training) -> Trained:
-    """Train; on rank 0 also in one process, alongside."""
+    """Trains on sharded points, and on rank 0 also in one process, step by step."""
     single = _SingleTraining(settings) if dist.get_rank() == 0 else None
-    _say(f"compiling with {settings.compiler} at the first step, which takes a while: minutes where ranks share cores")
+    _say(f"compiling with {settings.compiler} at the first step, which takes minutes if ranks share cores")
     points, start = [], time.monotonic()
     for step in range(settings.steps):
         batch = settings.batch(step)
@@ -173,7 +173,7 @@ def _train(settings: Settings, training: Training) -> Trained:
 
 
 class _SingleTraining:
-    """Training in one process, held against the sharded training step by step."""
+    """Training in one process, compared with the sharded training after each step."""
 
     def __init__(self, settings: Settings) -> None:
         self._net = settings.net()
@@ -190,19 +190,19 @@ class _SingleTraining:
 
 
 def _predict(net: nn.Module, batch: Batch, mesh: DeviceMesh) -> Array:
-    """The prediction of the sharded model, gathered, in the order of the sample's points. [n]."""
+    """Returns the gathered prediction of the sharded model, in the order of the sample. [n]."""
     features, _ = sharded(batch, mesh)
     with torch.no_grad():
-        whole = _as_array(net(features).full_tensor())
-    prediction = np.empty_like(whole)
-    prediction[batch.order] = whole
+        gathered = _as_array(net(features).full_tensor())
+    prediction = np.empty_like(gathered)
+    prediction[batch.order] = gathered
     return prediction
 
 
 def _full_batches(settings: Settings) -> Iterator[Batch]:
-    """Batches that were not trained on, without those that leave a rank empty.
+    """Yields batches that were not trained on and have no empty shards.
 
-    The code written by hand would be compiled once more for an empty rank.
+    The hand-written step would be compiled again for an empty shard.
     """
     batches = (settings.batch(step) for step in itertools.count(settings.steps))
     return (batch for batch in batches if min(batch.sizes) > 1)
@@ -217,7 +217,7 @@ def _gradient_difference(net: nn.Module, batch: Batch, step: Step, reference: St
 
 def _times(steps: Mapping[str, Step], batches: list[Batch]) -> dict[str, float]:
     _say("timing")
-    median_times(steps, batches, rounds=2)  # warm
+    median_times(steps, batches, rounds=2)  # warm-up
     return median_times(steps, batches, TIMED_ROUNDS)
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows a person: one picture and one page of plain text.
+"""The report of the demo: one picture and one page of plain text.
 
 matplotlib is imported only when a picture is drawn, so the text needs nothing but the standard library.
 """
@@ -24,13 +24,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must be so.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        found: what was found.
-        wanted: what was wanted.
-        passed: whether it was found.
+        name: what was checked.
+        found: the value that was found.
+        wanted: the expected value.
+        passed: whether the check passed.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Check:
 
     @classmethod
     def at_most(cls, name: str, difference: float, limit: float) -> Check:
-        """A difference that must not be larger than a limit; not a number fails."""
+        """Checks that a difference is not larger than a limit. NaN fails."""
         return cls(name, f"{difference:.1e}", f"at most {limit:.0e}", difference <= limit)
 
 
 @dataclass(frozen=True)
 class Communication:
-    """One step's, all ranks together.
+    """The communication of one step.
 
     Attributes:
-        collectives: that a rank takes part in, forward and backward.
-        nbytes: sent by all ranks.
+        collectives: the number of collectives of a rank, forward and backward.
+        nbytes: the bytes that all ranks send together.
     """
 
     collectives: int
@@ -59,26 +59,26 @@ class Communication:
 
 @dataclass(frozen=True)
 class Figures:
-    """The measured outcome of a demo run; None where something was not measured.
+    """The measurements of a demo run; None if something was not measured.
 
     Attributes:
-        ranks: number of processes the points were split over.
-        setting: backend, precision and compiler, in words.
-        steps: training steps taken.
-        fewest_points: points in the smallest sample.
-        most_points: points in the largest sample.
-        loss_window: number of steps that a loss is a mean over.
-        losses: at the start and at the end.
-        single_losses: the same of single-process training.
+        ranks: the number of processes that the points were sharded over.
+        setting: backend, precision and compiler, as text.
+        steps: the number of training steps.
+        fewest_points: the number of points in the smallest sample.
+        most_points: the number of points in the largest sample.
+        loss_window: the number of steps that a loss is averaged over.
+        losses: the losses at the start and at the end.
+        single_losses: the losses of single-process training.
         new_sample_error: relative error of the prediction for a sample that was not trained on.
-        checks: what was checked.
-        sharded: communication of the sharded step, compiled.
-        eager: the same without compilation.
-        handwritten: communication of the step with collectives written by hand into the model.
-        bytes_lower_bound: the fewest bytes that all ranks together could send in a step.
-        compiled_ms: time of one step, compiled, in milliseconds.
-        eager_ms: the same without compilation.
-        handwritten_ms: the same of the step written by hand, compiled.
+        checks: the results of the checks.
+        sharded: the communication of the sharded step, compiled.
+        eager: the communication of the sharded step in eager mode.
+        handwritten: the communication of the hand-written step.
+        bytes_lower_bound: a lower bound on the bytes that all ranks together send in a step.
+        compiled_ms: the time of one sharded step, compiled, in milliseconds.
+        eager_ms: the time of one sharded step in eager mode.
+        handwritten_ms: the time of one hand-written step, compiled.
     """
 
     ranks: int
@@ -115,7 +115,7 @@ not trained on. The ratios are noisy, most of all where ranks share cores."""
 
 
 def text_report(figures: Figures) -> str:
-    """A page of aligned columns: label, value, and what the value compares to."""
+    """Returns the report as aligned columns: label, value, and what the value compares to."""
     sections = [
         ("Run", _run_rows(figures), ""),
         ("Learning", _learning_rows(figures), ""),
@@ -157,11 +157,11 @@ def _check_rows(figures: Figures) -> list[Row]:
 
 
 def _communication_rows(figures: Figures) -> list[Row]:
-    ways = {"sharded": figures.sharded, "sharded, eager": figures.eager, "written by hand": figures.handwritten}
+    variants = {"sharded": figures.sharded, "sharded, eager": figures.eager, "written by hand": figures.handwritten}
     bound = figures.bytes_lower_bound
     return [
-        *((f"collectives, {name}", str(way.collectives), "") for name, way in ways.items()),
-        *((f"bytes, {name}", _size(way.nbytes), _ratio(way.nbytes, bound)) for name, way in ways.items()),
+        *((f"collectives, {name}", str(c.collectives), "") for name, c in variants.items()),
+        *((f"bytes, {name}", _size(c.nbytes), _ratio(c.nbytes, bound)) for name, c in variants.items()),
         ("bytes, lower bound", _size(bound), ""),
     ]
 
@@ -171,9 +171,9 @@ def _ratio(nbytes: float, bound: int) -> str:
 
 
 def _time_rows(figures: Figures, compiled_ms: float) -> list[Row]:
-    rivals = [("sharded, eager", figures.eager_ms), ("written by hand, compiled", figures.handwritten_ms)]
+    baselines = [("sharded, eager", figures.eager_ms), ("written by hand, compiled", figures.handwritten_ms)]
     rows = [("sharded, compiled", f"{compiled_ms:.1f} ms", "")]
-    for name, milliseconds in rivals:
+    for name, milliseconds in baselines:
         if milliseconds is not None:
             rows.append((name, f"{milliseconds:.1f} ms", f"{milliseconds / compiled_ms:.2f} times sharded, compiled"))
     return rows
@@ -196,7 +196,7 @@ def picture(
     losses: Mapping[str, Sequence[float]],
     ranks: int | None = None,
 ) -> None:
-    """Draw one sample (who held it, target, prediction, error) and the loss curves into a PNG.
+    """Draws one sample (owner ranks, target, prediction, error) and the loss curves into a PNG.
 
     Args:
         path: where to write the file.

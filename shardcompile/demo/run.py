@@ -1,4 +1,4 @@
-"""The demo as a whole: start the ranks, judge and show what they found."""
+"""The main program of the demo: starts the ranks, checks their results and writes the report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .traffic import lower_bound
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """How far losses and gradients (relative) and parameters (absolute) may be from those of one process.
 
-The same numbers are added in another order. Float32 has seven digits: in 200 steps in one process, with the points
-merely shuffled, losses moved by up to 3e-6 of their size and parameters by 5e-7; in float64 all by less than 1e-13. A
-gradient that is wrong moves its parameter by 5e-4, the learning rate, in the first step of Adam.
+Reductions add the same numbers in another order. Float32 has seven digits: over 200 steps in one process, shuffling the
+points changed losses by up to 3e-6 of their size and parameters by 5e-7; in float64 all by less than 1e-13. A wrong
+gradient changes its parameter by 5e-4, the learning rate, in the first step of Adam.
 """
 
 
 def run_demo(settings: Settings) -> bool:
-    """Run it, print the report and leave it in a folder, with a picture. Returns whether all checks passed.
+    """Runs the demo, prints the report, and saves it with a picture. Returns whether all checks passed.
 
     Raises:
         RankFailedError: a rank raised or died.
@@ -42,7 +42,7 @@ def run_demo(settings: Settings) -> bool:
 
 
 def summarise(settings: Settings, results: Sequence[RankResult]) -> Figures:
-    """The figures of a run, from what each rank has found."""
+    """Computes the figures of a run from the results of all ranks."""
     trained, single = results[0].trained, results[0].trained.single
     assert single is not None, "rank 0 trains in one process too"
     window = max(1, settings.steps // 10)
@@ -69,10 +69,10 @@ def summarise(settings: Settings, results: Sequence[RankResult]) -> Figures:
 
 
 def checks(results: Sequence[RankResult], tolerance: float) -> list[Check]:
-    """What must be so for the run to count as a success.
+    """Returns the checks that a successful run must pass.
 
     Args:
-        results: of all ranks.
+        results: the results of all ranks.
         tolerance: see `TOLERANCE`.
     """
     trained, single = results[0].trained, results[0].trained.single
@@ -95,13 +95,13 @@ def _first_and_last(losses: Sequence[float], window: int) -> tuple[float, float]
     return float(np.mean(losses[:window])), float(np.mean(losses[-window:]))
 
 
-def _communication(results: Sequence[RankResult], way: str) -> Communication:
-    traffic = [result.traffic[way] for result in results]
+def _communication(results: Sequence[RankResult], variant: str) -> Communication:
+    traffic = [result.traffic[variant] for result in results]
     return Communication(traffic[0].collectives, sum(t.sent for t in traffic))
 
 
-def _slowest(results: Sequence[RankResult], way: str) -> float | None:
-    times = [result.times[way] for result in results if way in result.times]
+def _slowest(results: Sequence[RankResult], variant: str) -> float | None:
+    times = [result.times[variant] for result in results if variant in result.times]
     return max(times, default=None)
 
 

@@ -1,4 +1,4 @@
-"""Times several ways to take a step against one another."""
+"""Times several variants of a step against one another."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .training import Batch, Step
 
 
 def median_times(steps: Mapping[str, Step], batches: Sequence[Batch], rounds: int) -> dict[str, float]:
-    """Median time of a step in milliseconds, by name; forward and backward, on this rank.
+    """Returns the median time of each step in milliseconds, forward and backward, on this rank.
 
-    The steps take turns, batch by batch, so that what else the machine does hits all alike. All ranks start each
-    step together. Call every step on every batch once before, so that nothing is compiled here.
+    The steps alternate, batch by batch, so that other load on the machine affects all of them equally. All ranks start
+    each step together. Call every step on every batch once before, so that nothing compiles during the measurement.
 
     Args:
-        steps: by name.
-        batches: each step runs on all of them in every round.
-        rounds: how often.
+        steps: the steps by name.
+        batches: each step runs on all batches in every round.
+        rounds: the number of rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -36,5 +36,5 @@ def _time(step: Step, batch: Batch) -> float:
     start = time.perf_counter()
     step(batch).item()
     if batch.features.is_cuda:
-        torch.cuda.synchronize()  # the loss is there before the gradients are
+        torch.cuda.synchronize()  # the loss is complete before the gradients are
     return time.perf_counter() - start

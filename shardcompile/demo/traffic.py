@@ -1,4 +1,4 @@
-"""Counts the collectives of a step and the bytes they move, and the fewest bytes that would do."""
+"""Counts the collectives of a step and the bytes that they send, and gives a lower bound on these bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .model import PointTransformer
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank communicates in a step.
+    """The communication of one rank in a step.
 
     Attributes:
-        collectives: how many it takes part in.
-        sent: bytes that it sends, if each collective is carried out by the algorithm that moves the fewest.
+        collectives: the number of collectives.
+        sent: the bytes that the rank sends, if each collective uses the algorithm that moves the fewest bytes.
     """
 
     collectives: int
@@ -27,11 +27,11 @@ class Traffic:
 
 
 def traffic_of(function: Callable[[], object], ranks: int) -> Traffic:
-    """Run a function and count what this rank communicates, forward and backward.
+    """Runs a function and counts the communication of this rank, forward and backward.
 
     Args:
-        function: eager or compiled; what it compiles anew is not counted right.
-        ranks: size of all process groups used.
+        function: eager or compiled. If it compiles anew, the counts are wrong.
+        ranks: the size of all process groups that it uses.
     """
     counter = _Counter(ranks)
     with counter:
@@ -50,10 +50,10 @@ class _Counter(CollectiveWatch):
 
 
 def _bytes_sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) -> float:
-    """Bytes that this rank sends, at least, so that its input becomes its output.
+    """Returns the fewest bytes that this rank must send in a collective.
 
     Raises:
-        NotImplementedError: for a collective that the demo does not use.
+        NotImplementedError: the demo does not use this collective.
     """
     others = ranks - 1
     held = sum(t.nbytes for t in x) if isinstance(x, list) else x.nbytes
@@ -69,22 +69,21 @@ def _bytes_sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) ->
 
 
 def lower_bound(net: PointTransformer, ranks: int) -> int:
-    """The fewest bytes that all ranks together must send in a step.
+    """Returns a lower bound on the bytes that all ranks together send in a step.
 
-    These numbers are sums over all points, so that every rank has a share of them, and every rank needs the result:
-    totals and weights of the slices of each layer and the two sums of the loss, in the forward pass; the gradients of
-    the attended slice tokens and of all parameters but those that work on tokens, in the backward pass. Summing n
-    bytes over w ranks, for all of them, moves 2 (w - 1) n bytes at least, if every rank has a share (Patarasuk and
-    Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+    The following values are sums over all points, to which every rank contributes and which every rank needs. Forward:
+    totals and weights of the slices of each layer, and the two sums of the loss. Backward: the gradients of the
+    attended slice tokens and of all parameters but those that act on tokens. An all-reduce of n bytes over w ranks
+    moves at least 2 (w - 1) n bytes (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
     """
-    numbers = 2
-    for shard in net.shards:
-        numbers += _slice_numbers(shard.attention)
-    numbers += sum(p.numel() for name, p in net.named_parameters() if "query_key_value" not in name)
-    return 2 * (ranks - 1) * numbers * net.head.weight.element_size()
+    numel = 2
+    for block in net.blocks:
+        numel += _slice_numel(block.attention)
+    numel += sum(p.numel() for name, p in net.named_parameters() if "query_key_value" not in name)
+    return 2 * (ranks - 1) * numel * net.head.weight.element_size()
 
 
-def _slice_numbers(layer: Any) -> int:
-    """Numbers of a layer's slices that are summed: [H, S, D] and [H, S] forward, [H, S, D] backward."""
+def _slice_numel(layer: Any) -> int:
+    """Returns the number of reduced elements of a layer's slices: [H, S, D] and [H, S] forward, [H, S, D] backward."""
     rows = layer.assign.out_features
     return int(rows * (2 * layer.width + 1))

@@ -1,4 +1,4 @@
-"""The training steps of the demo: on whole tensors in one process, and on sharded ones over many."""
+"""The training steps of the demo: on full tensors in one process, and on sharded tensors over several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .poisson import Array, Sample, make_sample, partition, random_weights
 LEARNING_RATE = 5e-4
 
 Compiler = Literal["shardcompile", "inductor", "aot_eager", "eager"]
-"""Backends of torch.compile; the first is Inductor with this library's passes."""
+"""Backends of torch.compile. `shardcompile` is Inductor with the passes of this library."""
 
 # ------------------------------------------------------------------------------------------------- data
 
@@ -29,9 +29,9 @@ class Batch:
     """The sample of one training step and its partition. The points of rank 0 come first, then those of rank 1, ...
 
     Attributes:
-        sample: the sample as it was made, with its points in their own order.
-        order: where each point of the batch is in the sample, int64 [n].
-        sizes: number of points of each rank.
+        sample: the sample, with its points in the original order.
+        order: the index in the sample of each point of the batch, int64 [n].
+        sizes: the number of points of each rank.
         features: [n, F].
         target: [n].
     """
@@ -43,14 +43,14 @@ class Batch:
     target: Tensor
 
     def shard(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The features and the target of one rank's points, in memory of their own."""
+        """Returns copies of the features and the target of one rank's points."""
         start = sum(self.sizes[:rank])
         rows = slice(start, start + self.sizes[rank])
         return self.features[rows].clone(), self.target[rows].clone()
 
 
 def make_batch(step: int, ranks: int, seed: int, dtype: torch.dtype, device: str = "cpu") -> Batch:
-    """The batch of one step: another sample and another partition at each, the same on every rank."""
+    """Makes the batch of one step. Each step has another sample and another partition, the same on every rank."""
     sample = make_sample(seed * 1_000_000 + step)
     order, sizes = partition(sample.points, random_weights(step, ranks, seed))
     rows = torch.from_numpy(order)
@@ -61,17 +61,17 @@ def make_batch(step: int, ranks: int, seed: int, dtype: torch.dtype, device: str
 # ------------------------------------------------------------------------------------------------ steps
 
 Step = Callable[[Batch], Tensor]
-"""Computes the loss of a batch, a plain number, and leaves its gradients in the parameters."""
+"""Computes the loss of a batch, a plain scalar, and stores the gradients in the parameters."""
 
 
 def make_net(seed: int, dtype: torch.dtype, device: str = "cpu") -> PointTransformer:
-    """The model, with the same parameters for the same seed."""
+    """Makes the model. Equal seeds give equal parameters."""
     torch.manual_seed(seed)
     return PointTransformer().to(device, dtype)
 
 
 def whole_step(net: nn.Module) -> Step:
-    """The step as in any training script: one process, all points."""
+    """Makes the step of an ordinary training script: one process, all points."""
 
     def step(batch: Batch) -> Tensor:
         net.zero_grad()
@@ -83,12 +83,12 @@ def whole_step(net: nn.Module) -> Step:
 
 
 def sharded_step(net: nn.Module, mesh: DeviceMesh, compiler: Compiler | None) -> Step:
-    """The step on points that lie on many ranks.
+    """Makes the step on points that are sharded over a mesh.
 
     Args:
-        net: an ordinary module with ordinary parameters, the same on every rank.
-        mesh: the ranks.
-        compiler: backend of torch.compile; None for eager.
+        net: an ordinary module with plain parameters, the same on every rank.
+        mesh: the mesh over all ranks.
+        compiler: the backend of torch.compile; None for eager mode.
     """
 
     def loss_of(features: Tensor, target: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def sharded_step(net: nn.Module, mesh: DeviceMesh, compiler: Compiler | None) ->
 
 
 def sharded(batch: Batch, mesh: DeviceMesh) -> tuple[ShardTensor, ShardTensor]:
-    """The features and the target of a batch; each rank puts in its shard."""
+    """Makes the sharded features and target of a batch from the local shard of each rank."""
     features, target = batch.shard(mesh.get_local_rank())
     return _shard(features, batch.sizes, mesh), _shard(target, batch.sizes, mesh)
 
@@ -120,38 +120,38 @@ def _shard(shard: Tensor, sizes: list[int], mesh: DeviceMesh) -> ShardTensor:
 
 
 class Training:
-    """A model on its way.
+    """A model with its optimizer and its losses so far.
 
     Attributes:
         net: the model.
-        losses: one for each step taken.
+        losses: the loss of each step.
     """
 
     def __init__(self, net: nn.Module, step: Step) -> None:
         self.net = net
         self.losses: list[float] = []
         self._step = step
-        # Adam divides a gradient by its own size, so with the default eps of 1e-8 the rounding errors of gradients
-        # that are almost zero become whole steps, and two correct runs in float32 drift apart a hundred times more.
+        # Adam divides a gradient by its magnitude, so with the default eps of 1e-8 the rounding errors of gradients
+        # that are almost zero become full steps, and two correct runs in float32 differ a hundred times more.
         self._optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=1e-6)
 
     def take_step(self, batch: Batch) -> float:
-        """Train on one batch; returns the loss. The gradients stay until the next step."""
+        """Trains on one batch, and returns the loss. The gradients stay until the next step."""
         self.losses.append(self._step(batch).item())
         self._optimizer.step()
         return self.losses[-1]
 
 
 def gradient_vector(net: nn.Module) -> Tensor:
-    """All gradients, one after the other, a copy."""
+    """Returns a copy of all gradients, flattened and concatenated."""
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
 
 def parameter_vector(net: nn.Module) -> Tensor:
-    """All parameters, one after the other, a copy."""
+    """Returns a copy of all parameters, flattened and concatenated."""
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
-    """Length of a - b over length of b."""
+    """Returns the norm of a - b over the norm of b."""
     return float((a - b).norm() / b.norm())

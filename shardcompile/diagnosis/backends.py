@@ -9,13 +9,13 @@ from shardcompile.diagnosis.queued import Passed
 
 
 class Backend(NamedTuple):
-    """The properties of a backend that matter while a rank waits.
+    """The properties of a backend that the watcher needs.
 
     Attributes:
         name: the name in `torch.distributed`.
-        agrees: whether ranks can meet by small messages with tags before a collective of torch's.
-        aborts: whether aborting the group ends a wait. Otherwise closed connections end it.
-        mark: notes the end of the device's queue, if calls wait on the queue and not on the host; None otherwise.
+        agrees: whether ranks can exchange small tagged messages, to compare their records before a torch collective.
+        aborts: whether aborting the group ends a wait. Otherwise closing the connections ends it.
+        mark: records an event at the end of the device's queue; None if calls block the host.
     """
 
     name: str
@@ -28,10 +28,10 @@ _BACKENDS: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Have the groups of a backend watched."""
+    """Registers a backend, whose groups are watched from then on."""
     _BACKENDS[backend.name] = backend
 
 
 def backend_of(name: str) -> Backend | None:
-    """The watched backend of this name, or None."""
+    """Returns the watched backend of this name, or None."""
     return _BACKENDS.get(name)

@@ -1,4 +1,4 @@
-"""Close the connections between this rank and the others, which ends waits from another thread."""
+"""Closes the connections between this rank and the others, which ends a wait of another thread."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from collections.abc import Iterator
 _TCP = (socket.AF_INET, socket.AF_INET6)
 
 Endpoints = tuple[str, int, str, int]
-"""The own address and port, and the peer's address and port, of a connection."""
+"""The local address and port, and the peer's address and port, of a connection."""
 
 
 def _connections(port_of_store: int | None) -> Iterator[tuple[socket.socket, Endpoints]]:
-    """This process's TCP connections, except those to the store. Empty if the system does not list them."""
+    """Yields the TCP connections of this process, except those to the store; none if the system does not list them."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _open(fd) as connection:
             if connection is None or connection.family not in _TCP or connection.type != socket.SOCK_STREAM:
                 continue
-            here, there = connection.getsockname(), connection.getpeername()
-            if port_of_store not in (here[1], there[1]):
-                yield connection, (here[0], here[1], there[0], there[1])
+            local, peer = connection.getsockname(), connection.getpeername()
+            if port_of_store not in (local[1], peer[1]):
+                yield connection, (local[0], local[1], peer[0], peer[1])
 
 
 def _descriptors() -> list[int]:
@@ -36,7 +36,7 @@ def _descriptors() -> list[int]:
 
 @contextlib.contextmanager
 def _open(fd: int) -> Iterator[socket.socket | None]:
-    """The socket of a file descriptor, or None. The descriptor stays open."""
+    """Opens the socket of a file descriptor; None if it is no socket. The descriptor stays open."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         yield None
         return
@@ -45,21 +45,21 @@ def _open(fd: int) -> Iterator[socket.socket | None]:
 
 
 def port_of(store: object) -> int | None:
-    """The port of a key-value store; None if it has none."""
+    """Returns the port of a key-value store; None if it has none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)
 
 
 def ends(port_of_store: int | None) -> list[Endpoints]:
-    """The ends of all TCP connections of this process, except those to the store."""
-    return [found for _, found in _connections(port_of_store)]
+    """Returns the endpoints of all TCP connections of this process, except those to the store."""
+    return [endpoints for _, endpoints in _connections(port_of_store)]
 
 
 def bytes_moved(port_of_store: int | None) -> int:
-    """The bytes sent and received over this process's TCP connections, except those to the store.
+    """Returns the bytes sent and received over the TCP connections of this process, except those to the store.
 
-    They come from `tcp_info`, which has them since Linux 4.1, at bytes 120 and 128. Other systems give 0.
+    The counters are those of `tcp_info` at bytes 120 and 128, since Linux 4.1. On other systems the result is 0.
     """
     total = 0
     for connection, _ in _connections(port_of_store) if hasattr(socket, "TCP_INFO") else ():
@@ -70,12 +70,12 @@ def bytes_moved(port_of_store: int | None) -> int:
 
 
 def close_connections_to(others: set[Endpoints], port_of_store: int | None) -> None:
-    """Shut down the connections whose other end belongs to another rank, except those to the store.
+    """Shuts down the connections to another rank, except those to the store.
 
-    No descriptor is closed. A thread that waits on such a connection sees its end, and raises.
+    File descriptors stay open. A thread that waits on such a connection sees its end, and raises.
 
     Args:
-        others: the ends of connections as the other rank lists them.
+        others: the endpoints of connections as the other rank lists them.
         port_of_store: the port of the key-value store.
     """
     for connection, (address, port, peer, peer_port) in _connections(port_of_store):
@@ -84,7 +84,7 @@ def close_connections_to(others: set[Endpoints], port_of_store: int | None) -> N
 
 
 def close_all_but(port_of_store: int | None) -> None:
-    """Shut down all TCP connections of this process, except those to the store."""
+    """Shuts down all TCP connections of this process, except those to the store."""
     for connection, _ in _connections(port_of_store):
         _shut_down(connection)
 
@@ -95,10 +95,10 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether an error from torch says that a connection between ranks broke."""
+    """Returns whether an error from torch says that a connection between ranks broke."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in ("gloo/transport", "NCCL"))
 
 
 def parse_ends(text: str) -> set[Endpoints]:
-    """The ends of connections, from their ``repr``."""
+    """Parses the ``repr`` of endpoints."""
     return {(str(a), int(p), str(b), int(q)) for a, p, b, q in ast.literal_eval(text)}

@@ -1,4 +1,4 @@
-"""Decide from the states of ranks whether some of them wait without end. Pure."""
+"""Decides from the states of ranks whether some of them wait without end. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Iterator, Mapping
 from shardcompile.diagnosis.states import ORDERLY_ENDS, State, members_of
 
 BLOCKED_SECONDS = 3.0
-"""How long all ranks must have waited, with no byte sent, to count as deadlocked."""
+"""How long all ranks must have waited, without a byte sent, to count as deadlocked."""
 
 
-def verdict(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
-    """The reason why some rank waits without end; None if no such rank is known.
+def diagnose(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
+    """Returns why some rank waits without end; None if no rank is known to.
 
     Args:
-        states: the last state of each rank that has written one.
-        gone: the ranks whose processes are known to be dead, each with how that was found out.
+        states: the last known state of each rank.
+        gone: the ranks whose processes are known to be dead, each with the evidence.
     """
-    return _first_difference(states) or _left_alone(states, gone) or _deadlock(states)
+    return _first_difference(states) or _waits_for_ended_rank(states, gone) or _deadlock(states)
 
 
 def _first_difference(states: Mapping[int, State]) -> str | None:
-    """The first collective of a group that two ranks stated differently, in words."""
+    """Describes the first collective of a group that two ranks recorded differently."""
     first: dict[tuple[str, int], tuple[int, int, str]] = {}
     found: list[tuple[int, str]] = []
     for rank in sorted(states):
         for group, calls in states[rank].recent.items():
             for number, tag, what in calls:
-                other, tag_there, what_there = first.setdefault((group, number), (rank, tag, what))
-                if tag != tag_there:
+                other, other_tag, other_what = first.setdefault((group, number), (rank, tag, what))
+                if tag != other_tag:
                     text = (
                         f"ranks {other} and {rank} differ in collective number {number} of the group of ranks "
-                        f"{_ranks_text(group)}: rank {other} has {what_there or 'another one'}{_at(states, other)}; "
+                        f"{_ranks_text(group)}: rank {other} has {other_what or 'another one'}{_at(states, other)}; "
                         f"rank {rank} has {what or 'another one'}{_at(states, rank)}. The program takes a decision by "
                         "what only one rank knows: the rank, the size of its shard, or its values"
                     )
@@ -39,12 +39,12 @@ def _first_difference(states: Mapping[int, State]) -> str | None:
     return min(found)[1] if found else None
 
 
-def _left_alone(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
-    """A rank that waits for a rank that is dead or has ended, in words."""
-    lost = {**gone} | {rank: s.ended for rank, s in states.items() if s.ended}
-    for rank, how in sorted(lost.items()):
+def _waits_for_ended_rank(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
+    """Describes a rank that waits for a rank that is dead or has ended."""
+    ended = {**gone} | {rank: s.ended for rank, s in states.items() if s.ended}
+    for rank, how in sorted(ended.items()):
         for waiting, state in sorted(states.items()):
-            if waiting in lost or state.stay is None or not _may_wait_for(state, rank, states.get(rank)):
+            if waiting in ended or state.stay is None or not _may_wait_for(state, rank, states.get(rank)):
                 continue
             last = _last_call(states.get(rank), state.stay.group)
             return f"rank {rank} {how}{last}; rank {waiting} waits for it in {_where(state)}"
@@ -55,16 +55,16 @@ def _may_wait_for(state: State, rank: int, other: State | None) -> bool:
     stay = state.stay
     assert stay is not None
     if not stay.group:
-        return True  # a foreign collective, whose group is not known
+        return True  # a collective that is not shardcompile's, whose group is unknown
     if rank not in members_of(stay.group):
         return False
     entered = 0 if other is None else other.counts.get(stay.group, 0)
-    # A rank with an orderly end has completed each collective that it entered. One that raised or died may have not.
+    # A rank with an orderly end has completed every collective that it entered. One that raised or died may not have.
     return entered < stay.number or (entered == stay.number and (other is None or other.ended not in ORDERLY_ENDS))
 
 
 def _deadlock(states: Mapping[int, State]) -> str | None:
-    """All ranks wait, and one waits for a rank that waits elsewhere, in words."""
+    """Describes a deadlock: all ranks wait, and one waits for a rank that waits in another collective."""
     stays = {
         rank: s.stay
         for rank, s in states.items()

@@ -1,4 +1,4 @@
-"""Where a process has its number, and whether it is alive."""
+"""Identifies the machine and the process table of a process id, and checks whether a process is alive."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import socket
 
 @functools.cache
 def machine() -> str:
-    """The name of the machine and its process table. A process id identifies a process within these."""
-    table = ""
+    """Returns the name of the machine and its process table, within which process ids are unique."""
+    process_table = ""
     with contextlib.suppress(OSError):
-        table = os.readlink("/proc/self/ns/pid")
+        process_table = os.readlink("/proc/self/ns/pid")
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        table += file.read().strip()
-    return f"{socket.gethostname()} {table}"
+        process_table += file.read().strip()
+    return f"{socket.gethostname()} {process_table}"
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs: it exists, and is no zombie."""
+    """Returns whether a process of this machine runs: it exists, and is no zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -28,5 +28,5 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"  # a zombie
+        return file.read().rpartition(")")[2].split()[0] != "Z"
     return True

@@ -1,4 +1,4 @@
-"""Statements of collectives, which each rank makes before it sends anything."""
+"""Records of collectives, which each rank makes before it sends anything, as NCCL's flight recorder does."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _T = TypeVar("_T")
 _RECENT = 32
 _TAG_BITS = 0x7FFFFFFF
 _PAIRS = 1 << 16
-"""How many pairs of successive torch collectives a group remembers."""
+"""The most pairs of successive torch collectives that a group remembers."""
 
 
 class Entry(NamedTuple):
     """The record of a call. It does not refer to the group, which may be destroyed.
 
     Attributes:
-        number: the number of the call among those of its group.
+        number: the sequence number of the call in its group.
         tag: the tag of its messages.
         kind: the name of the op.
-        dtype: the dtype of the elements.
-        labels: the names of the stated values.
-        stated: the stated values: numbers, or tuples of numbers.
+        dtype: the dtype of the elements; None for messages between two ranks.
+        labels: the names of the recorded values.
+        stated: the recorded values: numbers, or tuples of numbers.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     stated: tuple[object, ...]
 
     def text(self) -> str:
-        """The collective in words."""
+        """Describes the collective."""
         if self.dtype is None:
             return self.kind
         dtype = str(self.dtype).removeprefix("torch.")
@@ -73,12 +73,12 @@ class Call:
 
     @property
     def tag(self) -> int:
-        """The tag of its messages: a hash of the statement, which is the same on all ranks of the group."""
+        """The tag of its messages: a hash of the record, which is the same on all ranks of the group."""
         return self.entry.tag
 
     @staticmethod
     def between_two(group: ProcessGroup) -> Call:
-        """A call for messages between two ranks. It has no number among the collectives of the group."""
+        """Makes a call for messages between two ranks. It has no sequence number among the collectives of the group."""
         members = _members_of(group)
         return Call(group, members, Entry(0, 0, "messages between two ranks", None, (), ()))
 
@@ -88,14 +88,14 @@ class Call:
         return self.entry.dtype is not None
 
     def agree(self) -> None:
-        """Wait until all ranks are about to run this torch collective, since its messages do not carry our tags."""
+        """Waits until all ranks are about to run this torch collective, whose messages do not carry the tag."""
         if self.has_to_meet():
             self.meet()
 
     def has_to_meet(self) -> bool:
-        """Whether the ranks should `meet` before this torch collective. Ask once for each collective.
+        """Returns whether the ranks must `meet` before this torch collective. Call it once for each collective.
 
-        They need not if the group has run this collective and the one before it in the same order already.
+        They need not if the group has already run this collective right after the previous one.
         """
         backend = None if self.members is None else backend_of(self.group.name())
         if self.members is None or backend is None or not backend.agrees:
@@ -103,24 +103,24 @@ class Call:
         return self.members.is_new(self.tag)
 
     def meet(self) -> None:
-        """Wait until all ranks of the group have come to this call.
+        """Waits until all ranks of the group have arrived at this call.
 
         This is a dissemination barrier (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988).
-        In round i, each rank sends to the rank that is 2 ** i further. It takes as long as a small collective.
+        In round i, each rank sends to the rank at distance 2 ** i. It takes as long as a small collective.
         """
-        me, ranks = self.group.rank(), self.group.size()
+        rank, ranks = self.group.rank(), self.group.size()
         for step in (1 << i for i in range((ranks - 1).bit_length())):
             sent, received = torch.zeros(1), torch.zeros(1)
             works = self.run(
                 [
-                    functools.partial(self.group.recv, [received], (me - step) % ranks, self.tag),
-                    functools.partial(self.group.send, [sent], (me + step) % ranks, self.tag),
+                    functools.partial(self.group.recv, [received], (rank - step) % ranks, self.tag),
+                    functools.partial(self.group.send, [sent], (rank + step) % ranks, self.tag),
                 ]
             )
             self.run([work.wait for work in works])
 
     def run(self, steps: Iterable[Callable[[], _T]]) -> list[_T]:
-        """Start messages, or wait for them. If another rank does not take part, this raises an error that says why.
+        """Starts messages, or waits for them. If another rank does not take part, raises an error that says why.
 
         Args:
             steps: functions that send a message, receive one, or wait for one.
@@ -147,14 +147,15 @@ class Call:
 
 
 class Members:
-    """The calls of one group that this rank has made.
+    """The calls of one process group that this rank has made.
 
     Attributes:
-        group: the ranks, as long as the group exists.
+        world: the watch over the default process group.
+        group: a weak reference to the group.
         key: the key of the group, which is the same on all of its ranks.
         mark: see `Backend`.
         number: the number of calls so far.
-        recent: the last calls.
+        recent: the records of the last calls.
     """
 
     def __init__(self, world: World, group: ProcessGroup, key: str) -> None:
@@ -165,47 +166,47 @@ class Members:
         self.key = key
         self.number = 0
         self.recent: deque[Entry] = deque(maxlen=_RECENT)
-        self._followed: set[tuple[int, int]] = set()
-        self._before = 0
+        self._pairs: set[tuple[int, int]] = set()
+        self._previous_tag = 0
 
     def is_new(self, tag: int) -> bool:
-        """Whether a call with this tag follows the previous call for the first time."""
-        pair = self._before, tag
-        self._before = tag
-        if pair in self._followed:
+        """Returns whether a call with this tag follows the previous call for the first time."""
+        pair = self._previous_tag, tag
+        self._previous_tag = tag
+        if pair in self._pairs:
             return False
-        if len(self._followed) >= _PAIRS:  # shapes vary all the time; all ranks clear at the same call
-            self._followed.clear()
-        self._followed.add(pair)
+        if len(self._pairs) >= _PAIRS:  # shapes keep varying; all ranks clear the set at the same call
+            self._pairs.clear()
+        self._pairs.add(pair)
         return True
 
 
 _MEMBERS: weakref.WeakKeyDictionary[ProcessGroup, Members | None] = weakref.WeakKeyDictionary()
 _UNKNOWN = object()
-_NUMBERS: dict[object, int] = {}
+_HASHES: dict[object, int] = {}
 
 
 def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: object) -> Call:
-    """State a collective before anything is sent.
+    """Records a collective before anything is sent.
 
     Args:
         group: the process group.
         kind: the name of the op.
         dtype: the dtype of the elements.
-        labels: the names of the stated values, for messages.
-        stated: numbers, or tuples of numbers, which are the same on all ranks.
+        labels: the names of the recorded values, for messages.
+        stated: the values to record: rank-invariant numbers, or tuples of numbers.
 
     Raises:
-        DivergenceError: the ranks are known to differ already.
+        DivergenceError: the ranks are already known to differ.
         CollectiveError: another thread of this rank waits in a collective of the group.
     """
-    tag = hash((_number(kind), _number(dtype), stated)) & _TAG_BITS
+    tag = hash((_stable_hash(kind), _stable_hash(dtype), stated)) & _TAG_BITS
     members = _members_of(group)
     if members is None:
         return Call(group, None, Entry(0, tag, kind, dtype, labels, stated))
     world = members.world
-    if world.verdict is not None:
-        raise DivergenceError(world.verdict)
+    if world.diagnosis is not None:
+        raise DivergenceError(world.diagnosis)
     if world.waits:
         _refuse_another_thread(members, kind)
     members.number += 1
@@ -215,7 +216,7 @@ def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[s
 
 
 def _refuse_another_thread(members: Members, kind: str) -> None:
-    """Raise if another thread of this rank waits in a collective of the group."""
+    """Raises if another thread of this rank waits in a collective of the group."""
     for call, (_, thread) in list(members.world.waits.items()):
         if call.members is members and thread != threading.get_ident():
             raise CollectiveError(
@@ -230,16 +231,16 @@ def _members_of(group: ProcessGroup) -> Members | None:
     return _join(group) if found is _UNKNOWN else found  # type: ignore[return-value]
 
 
-def _number(name: object) -> int:
-    """A number for a name, the same in every process."""
-    found = _NUMBERS.get(name)
+def _stable_hash(name: object) -> int:
+    """Hashes a name to a number that is the same in every process."""
+    found = _HASHES.get(name)
     if found is None:
-        found = _NUMBERS[name] = zlib.crc32(str(name).encode())
+        found = _HASHES[name] = zlib.crc32(str(name).encode())
     return found
 
 
 def _join(group: ProcessGroup) -> Members | None:
-    """Begin to watch a group; None if it needs no watch."""
+    """Starts to watch a group, and returns its calls; None if it needs no watch."""
     members = None
     world = world_of() if is_watched(group) else None
     if world is not None:

@@ -1,4 +1,4 @@
-"""The state of a rank, which other ranks read as text in the key-value store."""
+"""The state of a rank, which other ranks read from the key-value store as text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ORDERLY_ENDS = (CAME_TO_ITS_END, LEFT)
 
 @dataclass(frozen=True)
 class Stay:
-    """The place where a rank has waited for a while.
+    """A wait of a rank.
 
     Attributes:
         seconds: how long it has waited.
-        quiet: how many seconds ago a byte last moved over its connections. Large messages take long but are not quiet.
-        place: the user's line, as ``file:line in function``.
+        quiet: the seconds since a byte moved over its connections, by which slow, large messages are no deadlock.
+        place: the line of the program, as ``file:line in function``.
         group: the key of the process group for a collective of this library; empty for others.
-        number: the number of the collective among those of the group.
-        what: the collective in words.
+        number: the sequence number of the collective in the group.
+        what: a description of the collective.
     """
 
     seconds: float
@@ -37,13 +37,13 @@ class State:
     """The state of a rank.
 
     Attributes:
-        beat: a number that grows while the process lives.
+        beat: a heartbeat counter.
         pid: the id of the process.
         host: the name of the machine.
-        counts: for each group, how many collectives the rank has entered.
-        recent: for each group, the last collectives: number, tag, and for the very last ones a text.
+        counts: for each group, the number of collectives that the rank has entered.
+        recent: for each group, the last collectives: sequence number, tag, and for the very last ones a description.
         ended: how the rank ended, such as "has come to its end"; empty if it has not ended.
-        stay: where the rank waits; None if it does not wait.
+        stay: the wait of the rank; None if it does not wait.
     """
 
     beat: int
@@ -55,12 +55,12 @@ class State:
     stay: Stay | None = None
 
     def to_text(self) -> str:
-        """The state as one line of text."""
+        """Serializes the state as one line of text."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_text(text: str) -> State:
-        """The state in a text from `to_text`."""
+        """Parses a text from `to_text`."""
         parts = json.loads(text)
         if parts["stay"] is not None:
             parts["stay"] = Stay(**parts["stay"])
@@ -69,15 +69,15 @@ class State:
 
 
 def members_of(group: str) -> list[int]:
-    """The ranks of a group, from its key."""
+    """Returns the ranks of a group, from its key."""
     return [int(rank) for rank in group.partition("#")[0].split(",")]
 
 
 def key_of(ranks: list[int], ordinal: int) -> str:
-    """The key of a group, which is the same on all of its ranks.
+    """Returns the key of a group, which is the same on all of its ranks.
 
     Args:
         ranks: the ranks of the group.
-        ordinal: how many groups of the same ranks were made before this one.
+        ordinal: the number of earlier groups of the same ranks.
     """
     return f"{','.join(map(str, ranks))}#{ordinal}"

@@ -1,4 +1,4 @@
-"""The thread that writes the state of this rank for the others, and finds out whether the rank waits without end."""
+"""The watch thread: publishes the state of this rank, and finds out whether some rank waits without end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardcompile import compat, config
 from shardcompile.compat.threads import rank_of_thread
 from shardcompile.diagnosis import connections
 from shardcompile.diagnosis.backends import backend_of
-from shardcompile.diagnosis.deadlock import verdict
+from shardcompile.diagnosis.deadlock import diagnose
 from shardcompile.diagnosis.main_thread import MainThread, tell_main_thread
 from shardcompile.diagnosis.processes import is_alive, machine
 from shardcompile.diagnosis.queued import Queued
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardcompile")
 
 PERIOD_SECONDS = 0.5
-"""How often a rank writes its state, and reads whether there is a verdict."""
+"""How often a rank publishes its state, and reads whether there is a diagnosis."""
 SUSPICIOUS_SECONDS = 2.0
 """How long a rank waits before it reads the states of the others."""
 SILENT_SECONDS = 6.0
 """How long a rank on another machine may be silent before it counts as dead, if a connection has broken."""
 LOST_SECONDS = 300.0
-"""The same if no connection has broken. A rank on this machine counts as dead when its process is gone."""
+"""As `SILENT_SECONDS`, if no connection has broken. A rank on this machine is dead when its process is gone."""
 PATIENCE_SECONDS = 9.0
-"""How long a rank whose connection has broken waits for a verdict."""
-_RANK_0_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-"""Whether rank 0 holds the key-value store. Otherwise a launcher holds it."""
+"""How long a rank whose connection has broken waits for a diagnosis."""
+_RANK_0_HOSTS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+"""Whether rank 0 hosts the key-value store. Otherwise a launcher hosts it."""
 _PEERS_AT_ONCE = 32
 _RECENT_WITH_TEXT, _MORE_WITH_TEXT = 4, 32
-"""How many calls are published with their text; more where the program runs ahead of the device."""
+"""The number of calls that are published with their text; more if the program runs ahead of the device."""
 
 
 class World:
@@ -57,14 +57,14 @@ class World:
     Attributes:
         waits: the calls that wait now, each with the start of the wait and its thread.
         queued: the calls that wait on the queue of a device.
-        verdict: why ranks wait without end; None if none is known to.
-        members: for each group that was used, the calls of this rank.
+        diagnosis: why ranks wait without end; None if no rank is known to.
+        members: the calls of this rank, for each group that it has used.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.waits: dict[Call, tuple[float, int]] = {}
         self.queued: Queued[Call] = Queued()
-        self.verdict: str | None = None
+        self.diagnosis: str | None = None
         self.members: list[Members] = []
         self._group = weakref.ref(group)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -72,9 +72,9 @@ class World:
         self._queues = self._backend is not None and self._backend.mark is not None
         self._store: Any = compat.store()
         self._prefix = f"shardcompile/diagnosis/{_number_of_world()}"
-        self._judged = threading.Event()
+        self._diagnosed = threading.Event()
         self._stop = threading.Event()
-        self._beat, self._turn = 0, 0
+        self._beat, self._next_peer = 0, 0
         self._ended = ""
         self._broken = False
         self._store_lost = 0.0
@@ -87,22 +87,22 @@ class World:
         self._thread = threading.Thread(target=self._watch, name="shardcompile watch", daemon=True)
         self._thread.start()
 
-    # Called by ranks that communicate
+    # Called by the threads that communicate
 
     def explain_failure(self, what: str, error: RuntimeError) -> ShardError:
-        """The error for a call whose connection broke. It waits for a verdict that says why."""
+        """Returns the error for a call whose connection broke. Waits for a diagnosis that says why."""
         if isinstance(error, ShardError):
             return error
         self._broken = True
-        self._judged.wait(PATIENCE_SECONDS)
-        if self.verdict is not None:
-            return DivergenceError(self.verdict)
+        self._diagnosed.wait(PATIENCE_SECONDS)
+        if self.diagnosis is not None:
+            return DivergenceError(self.diagnosis)
         return DivergenceError(
             f"{what} failed, and no rank has said why: {error}. Look at the logs of the other ranks and at the network"
         )
 
     def end(self, how: str) -> None:
-        """Write how this rank ended, for ranks that wait for it."""
+        """Publishes the exit status of this rank, for ranks that wait for it."""
         if self._ended:
             return
         self._ended = how
@@ -113,36 +113,36 @@ class World:
             self._store.set(f"{self._prefix}/ended", str(self._rank))
 
     def finish(self) -> None:
-        """Wait for the calls that this rank has put on the device's queue: other ranks wait for them.
+        """Waits for the calls that this rank has put on the device's queue, which other ranks depend on.
 
         They would end with the process. If they cannot be completed, this ends the process with status 70.
         """
         if self._ended or self.queued.oldest() is None:
             return
-        with contextlib.suppress(DivergenceError):  # told to the main thread, whose program has come to its end
-            while self.verdict is None and self.queued.oldest() is not None:
+        with contextlib.suppress(DivergenceError):  # raised in the main thread, at the end of its program
+            while self.diagnosis is None and self.queued.oldest() is not None:
                 time.sleep(PERIOD_SECONDS / 50)
-            if self.verdict is None:
+            if self.diagnosis is None:
                 return
-        self.end(f"has been told: {self.verdict}")
+        self.end(f"has been told: {self.diagnosis}")
         self.linger()
-        log.critical("rank %d ends, since what it has started cannot be completed: %s", self._rank, self.verdict)
+        log.critical("rank %d ends, since what it has started cannot be completed: %s", self._rank, self.diagnosis)
         os._exit(70)
 
     def linger(self) -> None:
-        """Stop watching. Rank 0 may hold the store, so it first gives the others time to read how it ended.
+        """Stops watching. Rank 0 may host the store, so it first gives the others time to read its exit status.
 
-        On the queue of a device, calls that differ may be complete before the watch looks, with wrong values. So rank 0
-        compares the statements of all ranks, and ends its process with status 70 if they differ.
+        On the queue of a device, calls that differ may complete with wrong values before the watch sees them. So rank 0
+        compares the records of all ranks, and ends its process with status 70 if they differ.
         """
-        orderly = self.verdict is None and self._ended in ORDERLY_ENDS
+        orderly = self.diagnosis is None and self._ended in ORDERLY_ENDS
         end = time.monotonic() + (2.5 if orderly else 4) * PERIOD_SECONDS
-        waits = self._rank == 0 and (_RANK_0_HOLDS_STORE or self._queues)
+        waits = self._rank == 0 and (_RANK_0_HOSTS_STORE or self._queues)
         while waits and time.monotonic() < end and not self._all_have_ended():
             time.sleep(PERIOD_SECONDS / 10)
         self._stop.set()
         self._thread.join(2)
-        text = verdict(self._known(), {}) if orderly and self._rank == 0 and self._queues else None
+        text = diagnose(self._all_states(), {}) if orderly and self._rank == 0 and self._queues else None
         if text is not None:
             log.critical("rank 0 ends: the program has come to its end with wrong values: %s", text)
             os._exit(70)
@@ -153,10 +153,10 @@ class World:
         return len(self._states) == self._size and all(s.ended for s in self._states.values())
 
     def forget(self) -> None:
-        """Stop watching, in a fork of the watched process."""
+        """Stops watching, in a fork of the watched process."""
         self._stop.set()
 
-    # The thread
+    # Runs in the watch thread
 
     def _watch(self) -> None:
         while not self._stop.wait(PERIOD_SECONDS):
@@ -166,20 +166,20 @@ class World:
             self._main.sample()
             try:
                 if not self._store_lost:
-                    self._look()
+                    self._poll()
             except RuntimeError as error:
                 self._store_lost, self._store_error = time.monotonic(), error
-            if self._store_lost and self.verdict is None:
-                self._without_store()
-            if self.verdict is not None:
-                self._insist()
+            if self._store_lost and self.diagnosis is None:
+                self._diagnose_without_store()
+            if self.diagnosis is not None:
+                self._force_end()
                 return
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._beat += 1
         self._publish()
         if self._store.check([f"{self._prefix}/verdict"]):
-            self._pronounce(self._store.get(f"{self._prefix}/verdict").decode())
+            self._apply_diagnosis(self._store.get(f"{self._prefix}/verdict").decode())
             return
         if self._is_suspicious() or self._store.check([f"{self._prefix}/ended"]):
             self._read(range(self._size))
@@ -187,9 +187,9 @@ class World:
             self._read({0, (self._rank + 1) % self._size})
         else:
             return
-        self._judge()
-        if _RANK_0_HOLDS_STORE and self._rank and 0 in self._states and self._states[0].ended:
-            # The store ends with rank 0, and torch would print a warning at each further request.
+        self._diagnose()
+        if _RANK_0_HOSTS_STORE and self._rank and 0 in self._states and self._states[0].ended:
+            # The store ends with rank 0, and torch would print a warning for each further request.
             self._store_lost, self._store_error = time.monotonic(), RuntimeError("rank 0 has ended")
 
     def _is_suspicious(self) -> bool:
@@ -221,7 +221,7 @@ class World:
                 return self._stay_in(call, now - since, self._quiet())
         call_on_queue = self.queued.oldest()
         if call_on_queue is not None and now - call_on_queue[1] >= SUSPICIOUS_SECONDS:
-            # Kernels before it may take long, so it is never a sign of a deadlock.
+            # Kernels before it may take long, so this wait never counts as a deadlock.
             return self._stay_in(call_on_queue[0], now - call_on_queue[1], quiet=0.0)
         if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
             quiet = 0.0 if self._queues else self._quiet()
@@ -229,24 +229,24 @@ class World:
         return None
 
     def _stay_in(self, call: Call, seconds: float, quiet: float) -> Stay:
-        # Messages between two ranks have no number, and their receiver is not known here.
+        # Messages between two ranks have no sequence number, and their receiver is unknown.
         group = call.members.key if call.members is not None and call.entry.number else ""
         return Stay(seconds, quiet, self._main.place(), group, call.entry.number, call.entry.text())
 
     def _quiet(self) -> float:
-        """How many seconds ago a byte last moved over this rank's connections."""
+        """Returns the seconds since a byte moved over the connections of this rank."""
         moved = connections.bytes_moved(connections.port_of(self._store))
         if moved != self._moved:
             self._moved, self._quiet_since = moved, time.monotonic()
         return time.monotonic() - self._quiet_since
 
     def _read(self, ranks: Iterable[int]) -> None:
-        """Read the states of other ranks, of at most `_PEERS_AT_ONCE` at a time."""
+        """Reads the states of other ranks, of at most `_PEERS_AT_ONCE` at a time."""
         others = [r for r in ranks if r != self._rank]
         if len(others) > _PEERS_AT_ONCE:
-            first = self._turn % len(others)
+            first = self._next_peer % len(others)
             others = (others[first:] + others[:first])[:_PEERS_AT_ONCE]
-            self._turn += _PEERS_AT_ONCE
+            self._next_peer += _PEERS_AT_ONCE
         for rank in others:
             key = f"{self._prefix}/state/{rank}"
             if self._store.check([key]):
@@ -255,21 +255,21 @@ class World:
                 if self._seen.get(rank, (-1, 0.0))[0] != state.beat:
                     self._seen[rank] = state.beat, time.monotonic()
 
-    def _judge(self) -> None:
-        text = verdict(self._known(), self._gone())
+    def _diagnose(self) -> None:
+        text = diagnose(self._all_states(), self._gone())
         if text is not None:
             key = f"{self._prefix}/verdict"
             with contextlib.suppress(RuntimeError):
                 text = self._store.compare_set(key, "", text).decode() or text
-            self._pronounce(text)
+            self._apply_diagnosis(text)
 
-    def _known(self) -> dict[int, State]:
-        """The known states. A rank that has written none gets a state without collectives."""
+    def _all_states(self) -> dict[int, State]:
+        """Returns a state for every rank. A rank that has written none gets a state without collectives."""
         idle = State(0, 0, "")
         return {r: self._states.get(r, idle) for r in range(self._size)}
 
     def _gone(self) -> dict[int, str]:
-        """The ranks whose processes are dead, each with how that was found out."""
+        """Returns the ranks whose processes are dead, each with the evidence."""
         gone = {}
         now = time.monotonic()
         for rank, (_, seen) in self._seen.items():
@@ -284,27 +284,27 @@ class World:
                 gone[rank] = f"on {host} has not been heard of for {silent:.0f} s"
         return gone
 
-    def _without_store(self) -> None:
-        """Judge without the store. The rank that holds it is gone, which is normal at the end of a program."""
+    def _diagnose_without_store(self) -> None:
+        """Diagnoses without the store. Its host is gone, which is normal at the end of a program."""
         if not self._is_suspicious():
             return
         self._states[self._rank] = state = self._state()
-        text = verdict(self._known(), self._gone())
+        text = diagnose(self._all_states(), self._gone())
         if text is None and time.monotonic() - self._store_lost > 2 * SUSPICIOUS_SECONDS:
             stay = state.stay
             text = (
-                f"the key-value store of the process group cannot be reached ({self._store_error}). Its holder, rank 0 "
+                f"the key-value store of the process group cannot be reached ({self._store_error}). Its host, rank 0 "
                 f"or a launcher, has ended or died; rank {self._rank} waits in "
                 f"{stay.what or stay.place if stay is not None else 'a collective'}"
             )
         if text is not None:
-            self._pronounce(text)
+            self._apply_diagnosis(text)
 
-    def _pronounce(self, text: str) -> None:
-        self.verdict = text
+    def _apply_diagnosis(self, text: str) -> None:
+        self.diagnosis = text
         if not self._ended:
             log.error("rank %d: %s", self._rank, text)
-        self._judged.set()
+        self._diagnosed.set()
         if self._backend is not None and self._backend.aborts:
             self._abort()
             return
@@ -312,15 +312,15 @@ class World:
             self._close_connections()
 
     def _abort(self) -> None:
-        """End the calls on the device's queue, and have the main thread raise: their results will never come."""
+        """Aborts the calls on the device's queue, and makes the main thread raise: their results will never arrive."""
         if not self._ended:
-            tell_main_thread(self.verdict or "")
+            tell_main_thread(self.diagnosis or "")
         groups = [group for group in (self._group(), *(m.group() for m in self.members)) if group is not None]
         aborting = functools.partial(compat.abort, list(dict.fromkeys(groups)))
-        threading.Thread(target=aborting, name="shardcompile abort", daemon=True).start()  # it may wait, too
+        threading.Thread(target=aborting, name="shardcompile abort", daemon=True).start()  # abort may block, too
 
     def _close_connections(self) -> None:
-        """Close the connections to other ranks. Each rank writes the ends that it holds to the store."""
+        """Closes the connections to other ranks. Each rank publishes its endpoints in the store."""
         port = connections.port_of(self._store)
         end = time.monotonic() + 4 * PERIOD_SECONDS
         with contextlib.suppress(RuntimeError):
@@ -335,8 +335,8 @@ class World:
                         connections.close_connections_to(found, port)
             time.sleep(PERIOD_SECONDS / 5)
 
-    def _insist(self) -> None:
-        """If the wait goes on, close all connections; if it still goes on, end the process. A hang would be worse."""
+    def _force_end(self) -> None:
+        """If the wait goes on, closes all connections; if it still goes on, ends the process, since a hang is worse."""
         for attempt in range(12 if self._queues else 6):
             if self._stop.wait(PERIOD_SECONDS):
                 return
@@ -345,7 +345,7 @@ class World:
                 return
             if attempt == 1:
                 connections.close_all_but(connections.port_of(self._store))
-        log.critical("rank %d ends its process, since nothing else ends its wait: %s", self._rank, self.verdict)
+        log.critical("rank %d ends its process, since nothing else ends its wait: %s", self._rank, self.diagnosis)
         os._exit(70)
 
 
@@ -365,36 +365,36 @@ def _world_group() -> ProcessGroup | None:
 
 
 def is_watched(group: ProcessGroup) -> bool:
-    """Whether a group needs a watch: it has several ranks, which are processes, and a watched backend."""
+    """Returns whether a group is watched: it has several ranks, which are processes, and a watched backend."""
     return group.size() > 1 and backend_of(group.name()) is not None and rank_of_thread() is None
 
 
 def world_of() -> World | None:
-    """The watch over the default process group, which starts at the first call; None if it is not watched."""
+    """Returns the watch over the default process group, which starts at the first call; None if it is not watched."""
     group = _world_group()
     if not config.watch or group is None or not is_watched(group):
         return None
     with _LOCK:
         if group not in _WORLDS:
             if not _WORLDS_SO_FAR:
-                _say_last_words()
+                _publish_exit_status()
             _WORLDS[group] = World(group)
         return _WORLDS[group]
 
 
-def _say_last_words() -> None:
-    """At the end of this process, write whether it raised or came to its end."""
+def _publish_exit_status() -> None:
+    """Registers hooks that publish, at the end of this process, whether it raised or came to its end."""
     hook = sys.excepthook
     errors: list[BaseException | None] = []
 
     def raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         errors.append(error)
-        _tell_of(error)
+        _publish_error(error)
         hook(kind, error, traceback)
 
     def ended() -> None:
         errors.append(sys.exc_info()[1])  # in a `multiprocessing` process, `sys.excepthook` is not called
-        _tell_of(errors[-1])
+        _publish_error(errors[-1])
         for world in list(_WORLDS.values()):
             if all(error is None or isinstance(error, SystemExit) for error in errors):
                 world.finish()
@@ -411,8 +411,8 @@ def _say_last_words() -> None:
     os.register_at_fork(after_in_child=forget)
 
 
-def _tell_of(error: BaseException | None) -> None:
-    """Write the error that ends this rank. If a connection broke in a compiled graph, add the verdict to the error."""
+def _publish_error(error: BaseException | None) -> None:
+    """Publishes the error that ends this rank. If a connection broke in a compiled graph, adds the diagnosis to it."""
     while isinstance(error, SystemExit):
         error = error.__context__
     if error is None:
@@ -421,7 +421,7 @@ def _tell_of(error: BaseException | None) -> None:
         if not isinstance(error, ShardError) and connections.is_broken(error):
             why = world.explain_failure("a collective of torch's", RuntimeError(error))
             error.add_note(f"{type(why).__name__}: {why}")
-        elif world.verdict is None:
+        elif world.diagnosis is None:
             world.end(f"has raised {type(error).__name__}: {str(error)[:500]}")
 
 
@@ -429,4 +429,4 @@ def _begin() -> None:
     world_of()
 
 
-compat.forget_with_world(_begin)  # a rank is watched from its first layout on, before it communicates
+compat.forget_with_world(_begin)  # the watch starts with the first layout, before the rank communicates

@@ -1,4 +1,4 @@
-"""Advice to the user about what a report shows."""
+"""Advice to the user, derived from a report."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from collections.abc import Iterator
 from shardcompile.inspect.data import ReportData, TracedCollective
 
 EXPOSED_SHARE = 0.1
-"""The least share of a graph's time that is exposed communication and is worth a line of advice."""
-
+"""Advice is given from this share of exposed communication in the time of a graph on."""
 
 _MOST_LINES = 3
-"""How many lines of a program that move rows without need are named at most: those that move most bytes."""
+"""The most lines of a program with avoidable communication that are named: those that move most bytes."""
 
-_OF_PLAIN = (
-    "of a gradient are gathered, because a tensor is whole there. Sharded that tensor like the tensor that it meets "
-    "(look "
-    "its rows up by sharded indices). Then the gradient stays sharded, and the gradients of parameters are summed"
+_REPLICATED_OPERAND = (
+    "of a gradient are gathered, because a tensor is replicated there. Shard that tensor like the tensor that it is "
+    "combined with (look its rows up by sharded indices). Then the gradient stays sharded, and the gradients of "
+    "parameters are summed"
 )
-_INTO_PLAIN = (
-    "are gathered, because they are written into a plain tensor, which is whole on every rank. Make that tensor from a "
-    "sharded one, as x.new_zeros(...) does in place of torch.zeros(...): then it is sharded, and each rank writes "
-    "its own rows"
+_WRITE_INTO_PLAIN = (
+    "are gathered, because they are written into a plain tensor, which is replicated. Make that tensor from a sharded "
+    "one, with x.new_zeros(...) in place of torch.zeros(...): then it is sharded, and each rank writes its own rows"
 )
-_OF_TWO_PARTITIONS = (
-    "change ranks, since two tensors meet there and their partitions differ: sharded both alike. After strides and "
-    "pooling, "
-    "shards stay alike if the rows of each shard are a multiple of all strides of the model"
+_DIFFERENT_PARTITIONS = (
+    "change ranks, since two tensors are combined there and their partitions differ: give both the same partition. It "
+    "stays the same after strides and pooling if the size of each shard is a multiple of all strides of the model"
 )
 
 
 def advice(report: ReportData) -> list[str]:
-    """Advice in words, the most important first."""
+    """Returns lines of advice, the most important first."""
     return [*_on_graphs(report), *_on_gathering(report), *_on_lines(report), *_on_time(report)]
 
 
 def _on_graphs(report: ReportData) -> Iterator[str]:
     if report.graph_breaks:
         yield (
-            "a graph break ends overlap and fusion at that place, and each part is compiled alone: "
+            "a graph break ends overlap and fusion at that line, and each part is compiled alone: "
             "torch.compile(fullgraph=True) names the line"
         )
     if len(report.recompiles) > 2:
@@ -66,7 +63,7 @@ def _on_gathering(report: ReportData) -> Iterator[str]:
 
 
 def _on_lines(report: ReportData) -> Iterator[str]:
-    """The lines of the program that move rows without need."""
+    """Yields advice for the lines of the program with avoidable communication."""
     moved: Counter[tuple[str, str]] = Counter()
     for name, graph in report.named_graphs():
         for c in graph.traced:
@@ -78,18 +75,18 @@ def _on_lines(report: ReportData) -> Iterator[str]:
 
 
 def _avoidable(c: TracedCollective, in_backward: bool) -> str:
-    """What the user can do about a collective; empty if there is nothing to do."""
+    """Returns how the user can avoid a collective; empty if it cannot be avoided."""
     before, _, after = (part.strip() for part in c.redistribution.partition("->"))
     if not before.startswith("S("):
         return ""
     if c.written_to:
-        return _INTO_PLAIN
+        return _WRITE_INTO_PLAIN
     if c.gathered_for:
         return ""
     if c.kind == "all_gather_v" and in_backward and after == "R":
-        return _OF_PLAIN
+        return _REPLICATED_OPERAND
     if c.kind == "fetch_ranges" and before.partition("[")[0] == after.partition("[")[0]:
-        return _OF_TWO_PARTITIONS
+        return _DIFFERENT_PARTITIONS
     return ""
 
 

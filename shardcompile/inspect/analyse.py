@@ -1,4 +1,4 @@
-"""Make the records of a report from a graph. The process groups of the graph must exist."""
+"""Makes the records of a report from a graph. The process groups of the graph must exist."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Analysis:
 
     Attributes:
         timeline: the predicted timeline.
-        bound: the time in seconds that no order can beat.
+        bound: a lower bound on the time in seconds, for any order of the nodes.
         found: the collectives.
-        behind: for each collective, the seconds of compute between its start and its first wait.
+        behind: for each collective, the seconds of compute between its start and its first wait, which can hide it.
         overlaps: for each collective, the large kernels between its start and its first wait.
         nodes: the number of nodes.
     """
@@ -42,47 +42,48 @@ class Analysis:
 
     @staticmethod
     def of(graph: Graph, model: CostModel | None) -> Analysis:
-        """Analyse a graph.
+        """Analyses a graph.
 
         Args:
             graph: the graph, in a valid order.
             model: the costs; None for those of the graph's device.
         """
         model = (CostModel.of(graph) if model is None else model).of_slowest_rank(graph)
-        prices = GraphCosts.of(graph, model)
+        costs = GraphCosts.of(graph, model)
         order = list(graph.nodes)
         found = collectives(graph)
-        timeline = simulate(order, prices)
-        behind, overlaps = _behind(order, prices, found), _overlaps(order, found)
-        return Analysis(timeline, lower_bound(graph, prices), found, behind, overlaps, len(order))
+        timeline = simulate(order, costs)
+        behind, overlaps = _behind(order, costs, found), _overlaps(order, found)
+        return Analysis(timeline, lower_bound(graph, costs), found, behind, overlaps, len(order))
 
 
-def _behind(order: Sequence[Node], prices: GraphCosts, found: Sequence[Collective]) -> dict[Node, float]:
+def _behind(order: Sequence[Node], costs: GraphCosts, found: Sequence[Collective]) -> dict[Node, float]:
+    """Returns the seconds of compute between the start and the first wait of each collective."""
     clock, now = {}, 0.0
     for node in order:
         clock[node] = now
-        now += 0.0 if node in prices.group else prices.seconds[node]
+        now += 0.0 if node in costs.group else costs.seconds[node]
     return {c.node: min((clock[w] for w in c.waits), default=now) - clock[c.node] for c in found}
 
 
 def _overlaps(order: Sequence[Node], found: Sequence[Collective]) -> dict[Node, tuple[str, ...]]:
     kernels = [(i, _kernel(node)) for i, node in enumerate(order) if node.target in ANCHORS]
-    place = {node: i for i, node in enumerate(order)}
+    position = {node: i for i, node in enumerate(order)}
     overlaps = {}
     for c in found:
-        start, end = place[c.node], min((place[w] for w in c.waits), default=len(order))
+        start, end = position[c.node], min((position[w] for w in c.waits), default=len(order))
         overlaps[c.node] = tuple(name for i, name in kernels if start < i < end)
     return overlaps
 
 
 def _kernel(node: Node) -> str:
-    """The family of a large kernel. Versions of torch choose different members of a family."""
+    """Returns the family of a large kernel. Versions of torch choose different members of a family."""
     name = str(node.target)
     return next((family for family in ("convolution", "attention") if family in name), "mm")
 
 
 def ranks_of(c: Collective) -> tuple[int, ...]:
-    """The ranks of a collective's group."""
+    """Returns the ranks of a collective's group."""
     return tuple(dist.get_process_group_ranks(compat.process_group(c.group_name)))
 
 
@@ -91,9 +92,9 @@ def _dtypes(c: Collective) -> tuple[str, ...]:
 
 
 def bytes_put_in(c: Collective) -> tuple[int, int]:
-    """The bytes of a rank's payload: the least and the most over the group.
+    """Returns the bytes of the smallest and of the largest payload over the ranks of the group.
 
-    Dynamic sizes count as in the call that led to the compilation.
+    Dynamic sizes count by their hints, which are those of the call that led to the compilation.
     """
     n = c.group_size
     by_rank = [0.0] * n
@@ -108,7 +109,7 @@ def bytes_put_in(c: Collective) -> tuple[int, int]:
 
 
 def traced_collective(c: Collective) -> TracedCollective:
-    """The record of a collective before the passes."""
+    """Returns the record of a collective before the passes."""
     notes = c.notes
     least, most = bytes_put_in(c)
     return TracedCollective(
@@ -130,10 +131,10 @@ def traced_collective(c: Collective) -> TracedCollective:
 
 
 def ways_of_attention(graph: Graph) -> tuple[str, ...]:
-    """The ways of the attentions in a graph, each once, in the graph's order."""
+    """Returns the strategies of the attentions in a graph, each once, in the graph's order."""
     # Sizes and views that the backward pass recomputes have notes of the forward pass, so only these nodes count.
     noted = (notes_of(n).get("attention") for n in graph.nodes if n.target in ANCHORS or kind_of(n) is not None)
-    return tuple(dict.fromkeys(way for way in noted if way is not None))
+    return tuple(dict.fromkeys(strategy for strategy in noted if strategy is not None))
 
 
 def _op(node: Node) -> str:
@@ -144,23 +145,23 @@ def _op(node: Node) -> str:
 def issued_collectives(
     before: Analysis, after: Analysis, traced: Sequence[TracedCollective]
 ) -> tuple[IssuedCollective, ...]:
-    """The collectives of a graph after the passes.
+    """Returns the records of the collectives of a graph after the passes.
 
     Args:
         before: the graph before the passes.
         after: the graph after the passes.
         traced: the collectives before the passes.
     """
-    place = {c.name: i for i, c in enumerate(traced)}
+    index = {c.name: i for i, c in enumerate(traced)}
     was_behind = {node.name: seconds for node, seconds in before.behind.items()}
     times = {e.node: e for e in after.timeline.events if e.stream != COMPUTE}
     issued = []
     for c in after.found:
-        names = [name for name in origins(c.node) if name in place]
+        names = [name for name in origins(c.node) if name in index]
         least, most = bytes_put_in(c)
         event = times[c.node]
         behind = (max((was_behind.get(name, 0.0) for name in names), default=0.0), after.behind[c.node])
-        members = tuple(place[name] for name in names)
+        members = tuple(index[name] for name in names)
         exposed = after.timeline.stalls.get(c.node, 0.0)
         issued.append(
             IssuedCollective(
@@ -185,7 +186,7 @@ def issued_collectives(
 def with_fates(
     traced: Sequence[TracedCollective], issued: Sequence[IssuedCollective], gone: Mapping[str, str]
 ) -> tuple[TracedCollective, ...]:
-    """The traced collectives, each with what the passes did to it.
+    """Returns the traced collectives, each with what the passes did to it.
 
     Args:
         traced: the collectives before the passes.
@@ -218,5 +219,5 @@ def _fate(
 
 
 def spans(timeline: Timeline) -> tuple[Span, ...]:
-    """The timeline as records."""
+    """Returns the timeline as records."""
     return tuple(Span(e.node.name, e.stream, e.start, e.end) for e in timeline.events)

@@ -1,4 +1,4 @@
-"""Make a report while code compiles."""
+"""`capture`: makes a report while code compiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def capture(
     caches: bool = False,
     sources: str | Path | None = None,
 ) -> Iterator[Report]:
-    """Report everything that is compiled inside the context.
+    """Reports everything that is compiled inside the context.
 
         with shardcompile.capture() as report:
             loss = step(x)
@@ -58,8 +58,8 @@ def capture(
     Args:
         stages: which texts of graphs to keep, a subset of `STAGES`. The others take no memory.
         model: the costs for the predicted timeline; None for those of a graph's device.
-        caches: whether code may come from the compiler's caches, as it may outside the context. For such a graph the
-            report has only what Dynamo captured.
+        caches: whether code may come from the compiler's caches, as outside the context. For such a graph the report
+            has only what Dynamo captured.
         sources: a folder for the code that runs. depyf writes it to a folder for each rank, and Python runs it from
             these files, so that a debugger can step through it.
 
@@ -86,15 +86,15 @@ def capture(
 def _describe_run(report: Report, start: float, breaks: dict[str, int], cached: dict[str, int]) -> None:
     if dist.is_initialized():
         report.rank, report.world_size = dist.get_rank(), dist.get_world_size()
-    known = observe.compilations_since(start)
-    report.recompiles = [f"{name} ({place}): {reason}" for name, place, reason in known if reason]
+    compilations = observe.compilations_since(start)
+    report.recompiles = [f"{name} ({place}): {reason}" for name, place, reason in compilations if reason]
     report.graph_breaks = [text for text, n in observe.graph_breaks().items() if n > breaks.get(text, 0)]
     now = observe.cache_counts()
     report.caches = {name: now[name] - cached[name] for name in now}
 
 
 class _Followed:
-    """A graph that the passes are at work on."""
+    """Follows a graph through the passes."""
 
     def __init__(self, graph: Graph, side: str, stages: frozenset[str], model: CostModel | None) -> None:
         self.side = side
@@ -106,7 +106,7 @@ class _Followed:
         self.begin(graph)
 
     def begin(self, graph: Graph) -> None:
-        """Take the graph as the input of the first pass."""
+        """Records the graph as the input of the first pass."""
         self._before = self._after = Analysis.of(graph, self._model)
         self._traced = tuple(map(traced_collective, self._before.found))
         self._ways = ways_of_attention(graph)
@@ -115,7 +115,7 @@ class _Followed:
         self._text = str(graph)
 
     def passed(self, graph: Graph, name: str) -> None:
-        """Take the graph as the result of a pass."""
+        """Records the graph as the result of a pass."""
         text, found = str(graph), collectives(graph)
         changed = text != self._text
         before = self._steps[-1] if self._steps else None
@@ -135,7 +135,7 @@ class _Followed:
             self._after = Analysis.of(graph, self._model)
 
     def report(self) -> GraphReport:
-        """The report of the graph."""
+        """Returns the report of the graph."""
         issued = issued_collectives(self._before, self._after, self._traced)
         timeline = self._after.timeline
         return GraphReport(
@@ -208,7 +208,7 @@ class _Watcher:
 
     def begun(self, graph: Graph) -> None:
         if self._compiled is None:  # the pipeline runs offline, or a user calls it
-            self._offline = self._follow(graph, self._known(graph)[1])
+            self._offline = self._follow(graph, self._origin(graph)[1])
         else:
             self._compiled.begin(graph)
 
@@ -219,10 +219,10 @@ class _Watcher:
 
     def ended(self, graph: Graph) -> None:
         if self._offline is not None:
-            _put(self._known(graph)[0] or self._new_compilation("graph"), self._offline.report())
+            _put(self._origin(graph)[0] or self._new_compilation("graph"), self._offline.report())
             self._offline = None
 
-    def _known(self, graph: Graph) -> tuple[Compilation | None, str]:
+    def _origin(self, graph: Graph) -> tuple[Compilation | None, str]:
         for module, compilation, side in self._graphs:
             if module is graph.owning_module:
                 return compilation, side
@@ -246,7 +246,7 @@ class _Watcher:
 
 
 def _put(compilation: Compilation, report: GraphReport) -> None:
-    """Add the report of a graph. It replaces an earlier one of the same side."""
+    """Adds the report of a graph, which replaces an earlier report of the same side."""
     compilation.graphs[:] = [g for g in compilation.graphs if g.side != report.side] + [report]
 
 

@@ -1,4 +1,4 @@
-"""The data of a report, for text, HTML, JSON and tests alike."""
+"""The data of a report, which text, HTML, JSON and tests read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardcompile.collectives import MovedRows
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """A collective as it was traced, before any pass of this library.
+    """A collective as it was traced, before the passes of this library.
 
     Attributes:
         name: the name of its node.
@@ -20,15 +20,15 @@ class TracedCollective:
         ranks: the ranks of its group, in the order of the group.
         mesh_dim: the name or number of the group's mesh dim, or an empty text.
         dtypes: the dtypes of its payloads.
-        global_bytes: the bytes of the tensor that the ranks hold together, or that each of them gets.
+        global_bytes: the bytes of the global tensor that the ranks hold together, or that each of them receives.
         least_bytes: the bytes of the smallest payload of a rank.
         most_bytes: the bytes of the largest payload of a rank.
         redistribution: the placements before and after, such as ``S(0)[3,5] -> R``, or an empty text.
-        op: the op that needed it.
-        gathered_for: the op that runs on full tensors, as no sharding rule serves it, or an empty text.
-        source: the user's line that led to it, or an empty text.
+        op: the op that needs its result.
+        gathered_for: the op without a sharding rule, which runs on full tensors, or an empty text.
+        source: the line of the program that led to it, or an empty text.
         module: the path of the module that it was traced in, or an empty text.
-        fate: what the passes did to it, in words; empty if they did nothing.
+        fate: a description of what the passes did to it; empty if they did nothing.
         written_to: "plain" if its result is written into a plain tensor, or an empty text.
     """
 
@@ -65,8 +65,8 @@ class IssuedCollective:
         start: its start, since the start of the graph.
         end: its end, since the start of the graph.
         exposed: how long the compute stream waits for it.
-        behind: seconds of compute between its start and its wait, before the passes and after them.
-        overlaps: the matrix products, convolutions and attentions between its start and its wait, in their order.
+        behind: seconds of compute between its start and its wait, which can hide it, before and after the passes.
+        overlaps: the matmuls, convolutions and attentions between its start and its wait, in order.
     """
 
     name: str
@@ -124,9 +124,9 @@ class GraphReport:
         total: the time until everything has ended.
         compute: the work of the compute stream.
         exposed: how long the compute stream waits or has nothing to do.
-        bound: the time that no order of the graph can beat.
-        peak_bytes: the largest memory in use at any time, in bytes.
-        ways: the ways of its attentions, and the reasons; see `shardcompile.config.attention`.
+        bound: a lower bound on the time, for any order of the nodes.
+        peak_bytes: the peak memory in bytes.
+        ways: the strategies of its attentions, with the reasons; see `shardcompile.config.attention`.
     """
 
     side: str
@@ -144,7 +144,7 @@ class GraphReport:
     ways: tuple[str, ...] = ()
 
     def sources_of(self, c: IssuedCollective) -> str:
-        """The user's lines that led to an issued collective, or an empty text."""
+        """Returns the lines of the program that led to an issued collective, or an empty text."""
         return " and ".join(dict.fromkeys(source for m in c.members if (source := self.traced[m].source)))
 
 
@@ -155,9 +155,9 @@ class Compilation:
     Attributes:
         function: the name of the function.
         place: the file and line of the function, or an empty text.
-        compile_id: torch's number of the compilation: the frame, and how often it was compiled before.
-        stages: texts: "dynamo" is the captured graph, "bytecode" replaces the function's own, "joint" is the graph of
-            forward and backward together.
+        compile_id: torch's compile id: the frame, and the number of its earlier compilations.
+        stages: texts: "dynamo" is the captured graph, "bytecode" is Dynamo's bytecode for the function, "joint" is the
+            joint graph of forward and backward.
         graphs: the graphs that run. Empty if the code came from a cache, or if the backend does not use AOTAutograd.
     """
 
@@ -211,11 +211,11 @@ class ReportData:
         return sum(graph.exposed for graph in self.graphs)
 
     def named_graphs(self) -> Iterator[tuple[str, GraphReport]]:
-        """All graphs, each with a name that is the same on every rank and in every run of a program."""
+        """Yields all graphs, each with a name that is the same on every rank and in every run of a program."""
         for i, compilation in enumerate(self.compilations):
             for graph in compilation.graphs:
                 yield f"{i} {compilation.function} {graph.side}", graph
 
     def to_json(self) -> str:
-        """The whole report as JSON."""
+        """Returns the full report as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -19,10 +19,10 @@ from shardcompile.inspect.report import Report
 
 
 def decompile(bytecode: types.CodeType) -> str:
-    """Bytecode as Python source, or a comment that says why there is none."""
+    """Returns bytecode as Python source, or a comment that says why there is none."""
     if find_spec("depyf") is None:
         return "# depyf, which decompiles bytecode, is not installed; the rest of the report holds"
-    # Heavy, and a plain checkout may be without it.
+    # Heavy, and an optional package.
     import depyf
 
     try:
@@ -36,7 +36,7 @@ def decompile(bytecode: types.CodeType) -> str:
 
 @contextlib.contextmanager
 def run_from_files(folder: str | Path | None, report: Report) -> Iterator[None]:
-    """Run code that is compiled inside the context from files, in a subfolder for this rank.
+    """Runs code that is compiled inside the context from files, in a subfolder for this rank.
 
     Args:
         folder: the folder; None to do nothing.
@@ -53,15 +53,15 @@ def run_from_files(folder: str | Path | None, report: Report) -> Iterator[None]:
     # An optional package.
     import depyf
 
-    here = Path(folder) / f"rank{dist.get_rank() if dist.is_initialized() else 0}"
-    here.mkdir(parents=True, exist_ok=True)
-    with _tell(report, here), depyf.prepare_debug(str(here)):
+    rank_folder = Path(folder) / f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+    rank_folder.mkdir(parents=True, exist_ok=True)
+    with _collect_warnings(report, rank_folder), depyf.prepare_debug(str(rank_folder)):
         yield
 
 
 @contextlib.contextmanager
-def _tell(report: Report, folder: Path) -> Iterator[None]:
-    """Turn depyf's complaints into one note. Other warnings are raised as usual."""
+def _collect_warnings(report: Report, folder: Path) -> Iterator[None]:
+    """Turns depyf's warnings into one note. Other warnings are raised as usual."""
     with mock.patch("depyf.explain.enable_debugging.traceback"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""The difference of two reports: of two commits, world sizes, versions of torch or lists of passes, or of two ranks."""
+"""Compares two reports: of two commits, world sizes, versions of torch or lists of passes, or of two ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardcompile.units import in_bytes, in_seconds
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences of two reports, in words and as a table. It is false if there are none.
+    """The differences of two reports, as texts and as a table. It is false if there are none.
 
     Attributes:
         errors: collectives that differ between two ranks of one run. Such ranks would wait without end.
-        words: other differences in words, the most important first.
+        words: descriptions of other differences, the most important first.
         table: rows of graph, figure, value before, value after.
     """
 
@@ -36,7 +36,7 @@ class Difference:
 
 
 def difference(before: ReportData, after: ReportData) -> Difference:
-    """Compare two reports.
+    """Compares two reports.
 
     Two ranks of one run must have the same collectives. The payloads of a collective may differ in size.
     """
@@ -90,7 +90,7 @@ def _in_graph(old: GraphReport, new: GraphReport) -> Iterator[str]:
 
 
 def signature(c: IssuedCollective) -> str:
-    """A collective in words that do not depend on names of nodes, or on the machine."""
+    """Describes a collective independently of names of nodes and of the machine."""
     return f"{c.kind} {'+'.join(c.dtypes)} {c.global_bytes} B over {named_ranks(c.ranks)}"
 
 

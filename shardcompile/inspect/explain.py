@@ -1,4 +1,4 @@
-"""Report on a function that is compiled and run once, or traced for a world that does not exist."""
+"""`explain`: reports on a function that is compiled and run once, or traced offline for a fake process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def explain(
     model: CostModel | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Report on a compiled function: its graphs and collectives, the work of the passes, and the predicted cost.
+    """Reports on a compiled function: its graphs and collectives, the work of the passes, and the predicted cost.
 
     In a process group, this compiles the function and runs it once, forward and backward. Every rank must call this.
     Gradients are discarded, but other side effects of the function remain:
@@ -54,10 +54,10 @@ def explain(
         args: the arguments of the function.
         stages: which graphs to keep as text, see `capture`.
         device: with `world_size`, "cuda" or "cpu"; "cuda" by default.
-        world_size: the number of ranks of a world that need not exist.
+        world_size: the number of ranks of a fake process group, for offline tracing.
         mesh_shape: with `world_size`, the shape of the mesh; one dim by default.
         mesh_dim_names: with `world_size`, the names of the mesh dims.
-        rank: with `world_size`, the rank to trace as.
+        rank: with `world_size`, the rank to trace.
         backend: without `world_size`, the backend of ``torch.compile``.
         off: the names of passes to leave out, see `shardcompile.passes`.
         backward: whether to include the backward pass, if there is one.
@@ -107,16 +107,16 @@ def _run(fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, ob
 
 
 def _leaves(ends: Sequence[Tensor]) -> list[Tensor]:
-    """The leaf tensors behind some results. `torch.autograd.grad` takes them, so that no gradient is stored."""
+    """Returns the autograd leaves of some results. `torch.autograd.grad` takes them, so that no gradient is stored."""
     found: list[Tensor] = [t for t in ends if t.is_leaf]
-    waiting = [t.grad_fn for t in ends]
+    pending = [t.grad_fn for t in ends]
     seen = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             found.append(node.variable)
-        waiting += [next_node for next_node, _ in node.next_functions]
+        pending += [next_node for next_node, _ in node.next_functions]
     return found

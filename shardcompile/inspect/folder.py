@@ -1,4 +1,4 @@
-"""A report as a folder of files."""
+"""Saves a report as a folder of files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardcompile.inspect.timeline import chrome_trace
 
 
 def save(report: ReportData, folder: Path) -> Path:
-    """Write a report to a folder, each rank to a subfolder.
+    """Writes a report to a folder, with a subfolder for each rank.
 
     The files are ``report.txt``, ``report.json``, ``report.html``, ``timeline.json`` for https://ui.perfetto.dev, and
     in ``graphs`` each stage of each graph as Python. For files that a debugger steps through, see
@@ -25,15 +25,15 @@ def save(report: ReportData, folder: Path) -> Path:
     Returns:
         The folder of this rank.
     """
-    here = folder / f"rank{report.rank}"
-    (here / "graphs").mkdir(parents=True, exist_ok=True)
-    (here / "report.txt").write_text(f"{as_text(report)}\n", encoding="utf-8")
-    (here / "report.json").write_text(report.to_json(), encoding="utf-8")
-    (here / "report.html").write_text(page(report), encoding="utf-8")
-    (here / "timeline.json").write_text(json.dumps(chrome_trace(report)), encoding="utf-8")
+    rank_folder = folder / f"rank{report.rank}"
+    (rank_folder / "graphs").mkdir(parents=True, exist_ok=True)
+    (rank_folder / "report.txt").write_text(f"{as_text(report)}\n", encoding="utf-8")
+    (rank_folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (rank_folder / "report.html").write_text(page(report), encoding="utf-8")
+    (rank_folder / "timeline.json").write_text(json.dumps(chrome_trace(report)), encoding="utf-8")
     for name, text in _texts(report).items():
-        (here / "graphs" / f"{name}.py").write_text(text, encoding="utf-8")
-    return here
+        (rank_folder / "graphs" / f"{name}.py").write_text(text, encoding="utf-8")
+    return rank_folder
 
 
 def _texts(report: ReportData) -> dict[str, str]:

@@ -28,7 +28,7 @@ _MOST_ROWS = 6
 
 
 def page(report: ReportData) -> str:
-    """One HTML page: timelines, the work of the passes, graphs side by side, collectives.
+    """Returns one HTML page: timelines, the work of the passes, graphs side by side, collectives.
 
     The page works as a file, without a network.
     """
@@ -53,7 +53,7 @@ def _hash(text: str) -> str:
 
 
 def _as_json(data: object) -> str:
-    """JSON for a script element. It contains no text that ends the element or starts a comment."""
+    """Returns JSON for a script element. It contains no text that ends the element or starts a comment."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -67,7 +67,7 @@ def _data(report: ReportData) -> dict[str, object]:
         "torch": report.torch,
         "predictedFor": report.predicted_for,
         "notes": report.notes,
-        "ways": list(dict.fromkeys(f"{g.side}: {way}" for g in report.graphs for way in g.ways)),
+        "ways": list(dict.fromkeys(f"{g.side}: {strategy}" for g in report.graphs for strategy in g.ways)),
         "error": report.error,
         "graphBreaks": report.graph_breaks,
         "recompiles": report.recompiles,
@@ -75,7 +75,7 @@ def _data(report: ReportData) -> dict[str, object]:
         "advice": advice(report),
         "compilations": [_compilation(c) for c in report.compilations],
         "graphs": list(_graphs(report, lines)),
-        "lines": list(lines),  # each line of the graphs once, since stages share most lines
+        "lines": list(lines),  # each distinct line of the graphs once, since stages share most lines
     }
 
 
@@ -86,20 +86,20 @@ def _compilation(compilation: Compilation) -> dict[str, object]:
 def _graphs(report: ReportData, lines: dict[str, int]) -> Iterator[dict[str, object]]:
     names = (name for name, _ in report.named_graphs())
     for i, compilation in enumerate(report.compilations):
-        captured = [(stage, _number(text, lines)) for stage, text in compilation.stages.items()]
+        captured = [(stage, _line_indices(text, lines)) for stage, text in compilation.stages.items()]
         for graph in compilation.graphs:
-            stages = [*captured, *((stage, _number(text, lines)) for stage, text in graph.stages.items())]
+            stages = [*captured, *((stage, _line_indices(text, lines)) for stage, text in graph.stages.items())]
             yield {"name": next(names), "compilation": i, "stages": stages, **_graph(graph)}
 
 
-def _number(text: str, lines: dict[str, int]) -> list[int]:
+def _line_indices(text: str, lines: dict[str, int]) -> list[int]:
     return [lines.setdefault(line, len(lines)) for line in text.removesuffix("\n").split("\n")]
 
 
 def _graph(graph: GraphReport) -> dict[str, object]:
     streams = lanes(graph)
     lane = {stream: i for i, stream in enumerate(streams)}
-    place = {c.name: i for i, c in enumerate(graph.issued)}
+    index = {c.name: i for i, c in enumerate(graph.issued)}
     return {
         "side": graph.side,
         "nodes": graph.nodes,
@@ -111,7 +111,7 @@ def _graph(graph: GraphReport) -> dict[str, object]:
         "steps": [asdict(step) for step in graph.steps],
         "lanes": list(streams.values()),
         "spans": [
-            (s.label, lane[s.stream], s.start, s.end, None if s.stream == COMPUTE else place.get(s.label))
+            (s.label, lane[s.stream], s.start, s.end, None if s.stream == COMPUTE else index.get(s.label))
             for s in graph.spans
         ],
         "waiting": list(idle_times(graph)),
@@ -158,7 +158,7 @@ def _shared_as_json(c: TracedCollective | IssuedCollective) -> dict[str, object]
 
 
 def summary(report: ReportData) -> str:
-    """The most important parts of a report as an HTML table for notebooks, some kilobytes at most."""
+    """Returns the most important parts of a report as HTML tables for notebooks, a few kilobytes at most."""
     head = (
         f"rank {report.rank} of {report.world_size}, {report.device or 'nothing compiled'}, torch {report.torch}: "
         f"{plural(len(report.graphs), 'graph')}, {plural(len(report.issued), 'collective')}, "
@@ -170,15 +170,15 @@ def summary(report: ReportData) -> str:
         [
             f"<div><p><b>Report</b> {_short(head)}</p>",
             f"<p>ended by {_short(report.error)}</p>" if report.error else "",
-            *_table(graphs, _of_graphs(report)),
-            *_table(waits, _of_waits(report)),
+            *_table(graphs, _graph_rows(report)),
+            *_table(waits, _wait_rows(report)),
             *_items(advice(report)),
             "</div>",
         ]
     )
 
 
-def _of_graphs(report: ReportData) -> list[Sequence[str]]:
+def _graph_rows(report: ReportData) -> list[Sequence[str]]:
     return [
         (
             name,
@@ -194,7 +194,7 @@ def _of_graphs(report: ReportData) -> list[Sequence[str]]:
     ]
 
 
-def _of_waits(report: ReportData) -> list[Sequence[str]]:
+def _wait_rows(report: ReportData) -> list[Sequence[str]]:
     waits = [(c, name, g) for name, g in report.named_graphs() for c in g.issued if c.exposed]
     waits.sort(key=lambda wait: -wait[0].exposed)
     return [

@@ -1,4 +1,4 @@
-"""A report on compiled code: its data, shown as text, page, trace and difference."""
+"""`Report`: the data of a report on compiled code, shown as text, HTML page, trace and difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardcompile.inspect.timeline import chrome_trace
 class Report(ReportData):
     """A report on compiled code, from `shardcompile.explain` or `shardcompile.capture`.
 
-    It prints as a text for the terminal, and shows as a table in notebooks. Its repr is one line.
+    It prints as text for the terminal, and is displayed as a table in notebooks. Its repr is one line.
 
     Attributes:
         rank: the rank that made the report.
@@ -37,17 +37,17 @@ class Report(ReportData):
         torch: the version of torch.
         predicted_for: the device of the predicted times.
         compilations: the compilations, in order.
-        recompiles: the reasons of recompiles, in torch's words.
-        graph_breaks: the reasons of graph breaks, in torch's words.
-        caches: the hits and misses of the compiler's caches, which are off unless `capture` was told otherwise.
-        moved: the rows that were sent where data says during the capture, of all ranks together.
+        recompiles: torch's reasons of recompiles.
+        graph_breaks: torch's reasons of graph breaks.
+        caches: the hits and misses of the compiler's caches, which are off unless `capture` has `caches=True`.
+        moved: the routing statistics of data-dependent exchanges during the capture, over all ranks.
         notes: what is missing from the report, and why.
         error: the error that ended the capture, or an empty text.
     """
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """The report in the text that `to_json` wrote."""
+        """Parses a text from `to_json`."""
         data = json.loads(text)
         data["compilations"] = [
             Compilation(**(c | {"graphs": [_graph(g) for g in c["graphs"]]})) for c in data["compilations"]
@@ -56,19 +56,19 @@ class Report(ReportData):
         return Report(**data)
 
     def diff(self, other: Report) -> Difference:
-        """The difference between this report and another, see `shardcompile.inspect.diff.Difference`."""
+        """Compares this report with another, see `shardcompile.inspect.diff.Difference`."""
         return difference(self, other)
 
     def perfetto(self) -> dict[str, object]:
-        """The predicted timeline as a Chrome trace for https://ui.perfetto.dev, with one process for each graph."""
+        """Returns the predicted timeline as a Chrome trace for https://ui.perfetto.dev, one process for each graph."""
         return chrome_trace(self)
 
     def to_html(self) -> str:
-        """One self-contained HTML page: timeline, graphs, table."""
+        """Returns one self-contained HTML page: timeline, graphs, table."""
         return page(self)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the report to a folder, with a subfolder by rank; see `shardcompile.inspect.folder.save`."""
+        """Writes the report to a folder, with a subfolder for the rank; see `shardcompile.inspect.folder.save`."""
         return save_report(self, Path(folder))
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class Report(ReportData):
 
 
 def _tuples(cls: Any, data: dict[str, Any]) -> object:
-    """Make a record from JSON, where its tuples are lists."""
+    """Makes a record from JSON, in which tuples are lists."""
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 

@@ -1,4 +1,4 @@
-"""A report as text for the terminal: the collectives, their cost, and advice."""
+"""Formats a report as text for the terminal: the collectives, their cost, and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 24
 
 
 def as_text(report: ReportData) -> str:
-    """The report as lines of text."""
+    """Returns the report as lines of text."""
     return "\n".join(_lines(report))
 
 
@@ -79,7 +79,7 @@ def _graph_lines(graph: GraphReport) -> Iterator[str]:
     changed = [s.name for s in graph.steps if s.changed]
     if graph.steps:
         yield f"    passes that changed it: {', '.join(changed) or 'none'}"
-    yield from (f"    attention goes {way}" for way in graph.ways)
+    yield from (f"    attention goes {strategy}" for strategy in graph.ways)
     if issued:
         yield from (f"    {row}" for row in _table(graph))
 
@@ -105,20 +105,20 @@ def _row(i: int, c: IssuedCollective, traced: Sequence[TracedCollective]) -> tup
         _range(c.least_bytes, c.most_bytes),
         in_seconds(c.seconds),
         in_seconds(c.exposed) if c.exposed else "-",
-        _first_of([reason_of(m) for m in members]),
-        _first_of([m.source and place_of(m.source) for m in members]),
+        _first_and_count([reason_of(m) for m in members]),
+        _first_and_count([m.source and place_of(m.source) for m in members]),
     )
 
 
-def _first_of(texts: Sequence[str]) -> str:
-    known = [t for t in dict.fromkeys(texts) if t]
-    if not known:
+def _first_and_count(texts: Sequence[str]) -> str:
+    distinct = [t for t in dict.fromkeys(texts) if t]
+    if not distinct:
         return ""
-    return known[0] + (f" and {len(known) - 1} more" if len(known) > 1 else "")
+    return distinct[0] + (f" and {len(distinct) - 1} more" if len(distinct) > 1 else "")
 
 
 def reason_of(c: TracedCollective) -> str:
-    """The purpose of a collective, in few words."""
+    """Returns a short description of why a collective is needed."""
     if c.gathered_for and not c.written_to:
         return f"{c.gathered_for} runs on full tensors"
     return _SIZES.sub(_short_sizes, c.redistribution) or c.op
@@ -129,7 +129,7 @@ _MOST_SIZES = 6
 
 
 def _short_sizes(match: re.Match[str]) -> str:
-    """``[1,1,1,1,1,1,1,1]`` as ``[1 x 8]``."""
+    """Shortens ``[1,1,1,1,1,1,1,1]`` to ``[1 x 8]``."""
     sizes = match[1].split(",")
     if len(sizes) <= _MOST_SIZES:
         return match[0]
@@ -141,7 +141,7 @@ def _short_sizes(match: re.Match[str]) -> str:
 
 
 def place_of(source: str) -> str:
-    """The file name and the line number in a line of a traceback, without the folders."""
+    """Returns the file name, without folders, and the line number in a line of a traceback."""
     for part in source.split("File ")[1:]:
         name, _, rest = part.strip().partition('"')[2].partition('"')
         line = rest.partition("line ")[2].partition(",")[0]
@@ -150,7 +150,7 @@ def place_of(source: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """The rows of a table as lines of text. The columns in `left` are left-aligned, the others right-aligned."""
+    """Yields the rows of a table as aligned lines. The columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (t.ljust(w) if i in left else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True)))
@@ -158,19 +158,19 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """A short text for ranks, such as ``0-7`` or ``0,8,..,56``."""
+    """Returns a short text for ranks, such as ``0-7`` or ``0,8,..,56``."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
 
 
 def plural(n: int, noun: str) -> str:
-    """A count and its noun."""
+    """Returns a count with its noun, such as ``2 graphs``."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def percent(part: float, whole: float) -> str:
-    """A share in percent, as text."""
+    """Returns the share of a part in percent, as text."""
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 

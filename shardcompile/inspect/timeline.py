@@ -10,10 +10,10 @@ from shardcompile.passes.schedule.simulator import COMPUTE, Bar, chrome_events
 
 
 def chrome_trace(report: ReportData) -> dict[str, object]:
-    """All graphs of a report as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
+    """Returns all graphs of a report as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
     Each graph is a process, each stream a thread. The category of a bar is "compute", "communication", or "waiting" if
-    the compute stream has nothing to do.
+    the compute stream is idle.
     """
     events = []
     for i, (name, graph) in enumerate(report.named_graphs()):
@@ -22,28 +22,28 @@ def chrome_trace(report: ReportData) -> dict[str, object]:
 
 
 def lanes(graph: GraphReport) -> dict[str, str]:
-    """The streams of a timeline and their titles, compute first."""
+    """Returns the streams of a timeline with their titles, compute first."""
     ranks = {s.stream: c.ranks for s, c in with_collectives(graph) if c is not None}
     streams = dict.fromkeys([COMPUTE, *(s.stream for s in graph.spans)])
     return {s: f"group {s}: ranks {named_ranks(ranks[s])}" if s in ranks else s for s in streams}
 
 
 def with_collectives(graph: GraphReport) -> Iterator[tuple[Span, IssuedCollective | None]]:
-    """The spans of a timeline, each with its collective; None for compute."""
-    known = {c.name: c for c in graph.issued}
+    """Yields the spans of a timeline, each with its collective; None for compute."""
+    collectives = {c.name: c for c in graph.issued}
     for span in graph.spans:
-        yield span, None if span.stream == COMPUTE else known.get(span.label)
+        yield span, None if span.stream == COMPUTE else collectives.get(span.label)
 
 
 def idle_times(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
-    """The times in which the compute stream has nothing to do: start, end, and the index of the awaited collective.
+    """Yields the idle times of the compute stream: start, end, and the index of the awaited collective.
 
     The index is None after the end of the compute stream, while a collective that nobody waits for still runs.
     """
-    held_up = [(c.end - c.exposed, c.end, i) for i, c in enumerate(graph.issued) if c.exposed]
-    yield from sorted(held_up)
+    stalls = [(c.end - c.exposed, c.end, i) for i, c in enumerate(graph.issued) if c.exposed]
+    yield from sorted(stalls)
     computed = (s.end for s in graph.spans if s.stream == COMPUTE)
-    ended = max([0.0, *computed, *(end for _, end, _ in held_up)])
+    ended = max([0.0, *computed, *(end for _, end, _ in stalls)])
     if graph.total > ended:
         yield ended, graph.total, None
 

@@ -1,4 +1,4 @@
-"""What happens to an op, in words: ``python -m shardcompile op aten.cumprod``, and the page of operators."""
+"""Describes how ops run on sharded tensors: ``python -m shardcompile op aten.cumprod``, the page of operators."""
 
 from shardcompile.operators.examples import Example as Example
 from shardcompile.operators.examples import example_of as example_of

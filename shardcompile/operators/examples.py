@@ -1,4 +1,4 @@
-"""A call of an op to show what happens to it: small tensors, and an argument for each that has no default."""
+"""Example calls of ops: small tensors, and a value for each argument without a default."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Example:
-    """A call.
+    """A call of an op with full tensors.
 
     Attributes:
-        names: of the arguments.
-        args: their values; tensors are full ones.
+        names: the names of the arguments.
+        args: the values of the arguments.
     """
 
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Example:
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors among the arguments, those in lists included, with their names."""
+        """The tensors among the arguments, also those in lists, with their names."""
         found: list[tuple[str, Tensor]] = []
         for name, a in zip(self.names, self.args, strict=True):
             if isinstance(a, Tensor):
@@ -41,15 +41,15 @@ class Example:
         return found
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[object, ...]:
-        """The arguments with other tensors in place of theirs."""
+        """Returns the arguments with other tensors in place of the example's."""
         others = iter(tensors)
 
-        def one(a: object) -> object:
+        def replace(a: object) -> object:
             if isinstance(a, list):
-                return [one(b) for b in a]
+                return [replace(b) for b in a]
             return next(others) if isinstance(a, Tensor) else a
 
-        return tuple(one(a) for a in self.args)
+        return tuple(replace(a) for a in self.args)
 
     def __str__(self) -> str:
         return ", ".join(f"{n} {_text(a)}".strip() for n, a in zip(self.names, self.args, strict=True))
@@ -65,9 +65,9 @@ def _text(a: object) -> str:
 
 _SHAPES = ((6, 4), (6, 4, 4), (6, 4, 8, 8), (6,), (6, 4, 4, 4, 4))
 
-# Arguments of ops whose schema does not tell what they may be. ``6x4`` is a tensor of floats, ``4x`` a vector, ``i6x4``
-# one of whole numbers, ``b6x4`` of bools, ``c6x4`` of complex numbers, ``.`` one without dims, ``6x4+6x4`` a list; all
-# else is Python.
+# Arguments of ops whose schema does not determine valid ones. ``6x4`` is a tensor of floats, ``4x`` a vector, ``i6x4``
+# a tensor of integers, ``b6x4`` of bools, ``c6x4`` of complex numbers, ``.`` a tensor without dims, ``6x4+6x4`` a list
+# of tensors; anything else is a Python literal.
 state([aten.fill.Tensor, aten.fill_.Tensor], example="6x4 .")
 state([aten.masked_fill.Tensor, aten.masked_fill_.Tensor], example="6x4 b6x4 .")
 state([aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor], example="6x4 0 i3x .")
@@ -140,7 +140,7 @@ state(aten._foreach_add.List, example="6x4+6x4 6x4+6x4")
 
 
 def example_of(op: OpOverload) -> Example | None:
-    """A call of an op, or None if its schema does not tell what to call it with."""
+    """Returns an example call of an op, or None if there is none and its schema does not determine one."""
     names = [a.name for a in op._schema.arguments]
     record = record_of(op)
     if record.example:
@@ -151,7 +151,7 @@ def example_of(op: OpOverload) -> Example | None:
     for shape, fewer in itertools.product(_SHAPES, (False, True)):
         try:
             needed = [a for a in op._schema.arguments if not a.has_default_value() and not a.kwarg_only]
-            args = [_of_schema(a.name, str(a.type), shape, fewer) for a in needed]
+            args = [_from_schema(a.name, str(a.type), shape, fewer) for a in needed]
             op(*[_copy(a) for a in args])
         except (KeyError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             continue
@@ -160,11 +160,11 @@ def example_of(op: OpOverload) -> Example | None:
 
 
 def _is_opaque(record: OpRecord) -> bool:
-    """Whether nothing is known of an op but its kernel, which may take the process down if arguments do not fit."""
-    known = record.rule is not None or record.sharded is not None or record.op._can_decompose()
+    """Returns whether an op has only a kernel, which may crash the process if the arguments are invalid."""
+    has_other_form = record.rule is not None or record.sharded is not None or record.op._can_decompose()
     name = record.op._schema.name
-    follows = "backward" in name or "unpool" in name  # takes what another kernel has given
-    return not known or follows or any(a.is_out for a in record.op._schema.arguments)
+    takes_results = "backward" in name or "unpool" in name  # its arguments are results of another kernel
+    return not has_other_form or takes_results or any(a.is_out for a in record.op._schema.arguments)
 
 
 def _copy(a: object) -> object:
@@ -196,7 +196,7 @@ def _tensor(kind: str, shape: Sequence[int]) -> Tensor:
     return torch.complex(x, x) if kind == "c" else x
 
 
-_NUMBERS = {
+_INTEGERS = {
     "dim": -1,
     "dim0": 0,
     "dim1": -1,
@@ -213,17 +213,17 @@ _NUMBERS = {
 }
 
 
-def _of_schema(name: str, kind: str, shape: Sequence[int], fewer: bool) -> object:
-    """An argument as its type and its name ask for it.
+def _from_schema(name: str, kind: str, shape: Sequence[int], fewer: bool) -> object:
+    """Returns a valid argument for its name and type.
 
     Args:
-        name: of the argument.
-        kind: its type.
-        shape: of tensors.
+        name: the name of the argument.
+        kind: the type of the argument.
+        shape: the shape of tensors.
         fewer: whether index tensors have one dim.
 
     Raises:
-        KeyError: neither tells.
+        KeyError: name and type do not determine an argument.
     """
     if kind == "Tensor":
         if name in ("index", "indices", "target"):
@@ -246,7 +246,7 @@ def _of_schema(name: str, kind: str, shape: Sequence[int], fewer: bool) -> objec
     if kind.startswith("Optional"):
         return None
     of_kind: dict[str, Mapping[str, object]] = {
-        **dict.fromkeys(("int", "SymInt"), _NUMBERS),
+        **dict.fromkeys(("int", "SymInt"), _INTEGERS),
         **dict.fromkeys(("List[int]", "List[SymInt]"), lists),
         "List[Tensor]": {name: [_tensor("", shape), _tensor("", shape)]},
         "float": {name: 0.5},

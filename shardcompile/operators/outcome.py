@@ -1,4 +1,4 @@
-"""What dispatch does for a call, found out by doing it: on ranks that are threads of this process."""
+"""Runs example calls on in-process ranks, to observe how dispatch serves them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WORLD = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened to a call.
+    """How dispatch served a call.
 
     Attributes:
-        sharded: which tensors were sharded, and along which dim.
+        partition: which tensors were sharded, and along which dim, such as ``self along dim 0``.
         how: one of `shardcompile.testing.watch.SERVICES`, or ``refused``.
-        way: by what.
-        result: how the first result lies.
-        error: why it was refused.
+        way: the path of dispatch, see `shardcompile.dispatch.way_of`.
+        result: the placement of the first result.
+        error: the error that refused the call.
     """
 
     partition: str
@@ -44,7 +44,7 @@ class Outcome:
 
 
 class Ranks:
-    """Ranks that run calls and see what is sent."""
+    """In-process ranks that run calls and observe their communication."""
 
     def __init__(self) -> None:
         self._threads = RankThreads(WORLD)
@@ -56,25 +56,24 @@ class Ranks:
         self._threads.close()
 
     def outcomes_of(self, op: OpOverload, example: Example, style: int = 0) -> list[Outcome]:
-        """What happens when each tensor of a call is sharded along each dim, the others being whole, or identically
-        sharded.
+        """Runs a call in several layouts: each tensor sharded along each dim, the others replicated or sharded alike.
 
         Args:
             op: the overload.
             example: the call.
-            style: of the shards, see `shardcompile.testing.arrange.uneven_sizes`.
+            style: the style of the partitions, see `shardcompile.testing.arrange.uneven_sizes`.
         """
-        scenes = list(_scenes(example))
+        layouts = list(_layouts(example))
         ends = self._threads.run(
-            lambda _: [_observe(op, example, partition, dims, style) for partition, dims in scenes]
+            lambda _: [_observe(op, example, partition, dims, style) for partition, dims in layouts]
         )
         raise_worst(ends)
         found: list[Outcome] = ends[0].result
         return found
 
 
-def _scenes(example: Example) -> Iterator[tuple[str, list[int | None]]]:
-    """In words which tensors are sharded along which dim, and by tensor the dim."""
+def _layouts(example: Example) -> Iterator[tuple[str, list[int | None]]]:
+    """Yields the layouts of a call: a description, and the sharded dim of each tensor; None for a replicated one."""
     tensors = example.tensors
     for i, (name, x) in enumerate(tensors):
         for dim in range(x.ndim):
@@ -93,11 +92,11 @@ def _observe(op: OpOverload, example: Example, partition: str, dims: Sequence[in
         sizes = {} if dim is None else {0: uneven_sizes(x.shape[dim], WORLD, style)}
         laid_out.append(lay_out(x.clone(), mesh, placements, sizes, 0))
     args = example.with_tensors(laid_out)
-    whole = min((x.numel() for (_, x), dim in zip(example.tensors, dims, strict=True) if dim is not None), default=1)
+    numel = min((x.numel() for (_, x), dim in zip(example.tensors, dims, strict=True) if dim is not None), default=1)
     with torch.no_grad():
         try:
             way = way_of(ShardTensor, op, args, {})
-            with ServiceWatch(whole) as watch:
+            with ServiceWatch(numel) as watch:
                 out = op(*args)
         except (ShardError, RuntimeError, ValueError, NotImplementedError, IndexError) as error:
             return Outcome(partition, "refused", error=f"{type(error).__name__}: {error}")
@@ -111,4 +110,4 @@ def _describe(out: object) -> str:
     (placement,) = first._spec.layout.placements
     if isinstance(placement, Shard):
         return f"sharded along dim {placement.dim}"
-    return "whole" if isinstance(placement, Replicate) else "a pending sum"
+    return "replicated" if isinstance(placement, Replicate) else "a pending sum"

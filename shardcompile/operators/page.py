@@ -1,4 +1,4 @@
-"""The page of operators: a line for every op with a rule or a form."""
+"""The page of operators: a table with a row for every op that has a rule or a sharded decomposition."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _COLUMNS = ("local", "reduced", "exchanged", "gathered")
 
 
 def table(ranks: Ranks) -> str:
-    """The table in Markdown: for each op what is sent if a tensor of an example is sharded along a dim.
+    """Returns the table in Markdown: how an example of each op communicates if a tensor is sharded along a dim.
 
     Args:
-        ranks: run the examples.
+        ranks: the ranks that run the examples.
     """
     head = "| op | example | nothing is sent | sums only | rows exchanged | gathered |"
     return "\n".join([head, "|---|---|---|---|---|---|", *_lines(ranks)])
 
 
 def without_example() -> list[str]:
-    """Names of ops with a rule or a form that there is no example of."""
+    """Returns the names of ops that have a rule or a sharded decomposition, but no example."""
     return [_name(r) for r in _records_of_torch() if example_of(r.op) is None]
 
 
 def _records_of_torch() -> list[OpRecord]:
-    """Records of torch's own ops; those that a program registers are its own affair."""
+    """Returns the records of torch's own ops, without those that a program has registered."""
     found = [r for r in records() if r.op.namespace in _OF_TORCH and (r.rule is not None or r.sharded is not None)]
     return sorted(found, key=lambda r: str(r.op))
 
@@ -48,10 +48,10 @@ def _name(record: OpRecord) -> str:
 
 
 def _cell(outcomes: list[Outcome], how: str) -> str:
-    """``self 0 1, other 0``: the tensors and dims for which a service was had."""
+    """Returns the tensors and dims for which an op was served in this way, such as ``self 0 1, other 0``."""
     dims: dict[str, list[str]] = {}
-    for s in outcomes:
-        if s.how == how:
-            name, _, dim = s.partition.partition(" along dim ")
+    for outcome in outcomes:
+        if outcome.how == how:
+            name, _, dim = outcome.partition.partition(" along dim ")
             dims.setdefault(name, []).append(dim)
     return ", ".join(f"{name} {' '.join(d)}" for name, d in dims.items())

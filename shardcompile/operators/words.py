@@ -1,4 +1,4 @@
-"""The record of an op in words."""
+"""Describes the record of an op, and how it serves an example call."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HOW = {
     "gathered": "gathered",
     "refused": "refused",
 }
-"""By service, see `shardcompile.testing.watch`, what is sent."""
+"""The communication of each class in `shardcompile.testing.watch.SERVICES`, and of refused calls."""
 
 
 def ops_named(name: str) -> list[OpOverload]:
-    """The overloads of a name such as ``aten.cumprod``, ``aten.cumprod.default`` or ``torch.ops.aten.cumprod``.
+    """Returns the overloads of a name such as ``aten.cumprod``, ``aten.cumprod.default`` or ``torch.ops.aten.cumprod``.
 
-    Of a packet those that something is stated of, or torch's tag says that they are elementwise, first; all others if
-    there are none.
+    For a packet, returns the overloads that have facts or a rule, which elementwise ops get from torch's tag.
+    Functional overloads are preferred. If there are none, returns all overloads.
 
     Raises:
         LookupError: there is no such op.
@@ -54,20 +54,20 @@ def ops_named(name: str) -> list[OpOverload]:
         raise LookupError(f"torch has no op {name!r}; ops are named as torch.ops names them, such as aten.cumprod")
     overloads: list[OpOverload] = [getattr(found, o) for o in found.overloads()]
     stated = {record.op for record in records()}
-    known = [op for op in overloads if op in stated or record_of(op).rule is not None]
-    functional = [op for op in known if not op._schema.is_mutable]
-    return functional or known or overloads
+    described = [op for op in overloads if op in stated or record_of(op).rule is not None]
+    functional = [op for op in described if not op._schema.is_mutable]
+    return functional or described or overloads
 
 
 def describe(op: OpOverload, ranks: Ranks) -> str:
-    """All that its record says, and what happens to an example of a call, line by line.
+    """Describes the record of an op, and how it serves an example call, line by line.
 
     Args:
         op: the overload.
-        ranks: run the example.
+        ranks: the ranks that run the example.
     """
     record = record_of(op)
-    lines = [str(op._schema), "", *itertools.chain.from_iterable(_set(*fact) for fact in _facts(record))]
+    lines = [str(op._schema), "", *itertools.chain.from_iterable(_layout(*fact) for fact in _facts(record))]
     example = example_of(op)
     if example is None:
         lines += ["", 'There is no example of a call; config.fallback = "error" tells whether one of yours gathers.']
@@ -79,12 +79,12 @@ def describe(op: OpOverload, ranks: Ranks) -> str:
     ]
     allowed = _strategy_lines(record, example)
     if allowed:
-        lines += ["", "What its rule allows along one mesh dim, besides whole tensors:", *allowed]
+        lines += ["", "What its rule allows along one mesh dim, besides replicated tensors:", *allowed]
     return "\n".join(lines)
 
 
-def _set(name: str, text: str) -> Iterator[str]:
-    """A fact with its name in front; what a function says of itself in lines of their own."""
+def _layout(name: str, text: str) -> Iterator[str]:
+    """Lays out a fact as lines: its name and text, then, indented, the docstring of a function."""
     first, *more = text.split("\n")
     yield f"{name:<{_WIDTH}}{first}"
     for line in more:
@@ -97,9 +97,9 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.kernel is not None:
         yield "", f"kernel in its place: {_place(record.kernel)}"
     if record.sharded is not None:
-        when = "every call" if record.sharded.always else "where the rule would send something"
+        when = "every call" if record.sharded.always else "where the rule would communicate"
         when = when if record.rule is not None or record.sharded.always else "where it serves the call"
-        yield "on sharded tensors", f"form, {when}: {_place(record.sharded.run)}"
+        yield "on sharded tensors", f"decomposition, {when}: {_place(record.sharded.run)}"
     if record.functions:
         names = ", ".join(map(_name, record.functions))
         yield "above autograd", f"{names}: {_place(_function_of(record))}"
@@ -108,14 +108,14 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.elementwise:
         yield "elementwise", "inputs are broadcast and read element by element"
     if record.indices is not None:
-        yield "indices", f"are looked at before anything is sent: {_place(record.indices)}"
+        yield "indices", f"are checked before any communication: {_place(record.indices)}"
     if record.check is not None:
-        yield "arguments", f"are checked for the whole tensor, as a kernel would: {_place(record.check)}"
+        yield "arguments", f"are checked against the global shape, as a kernel would: {_place(record.check)}"
     if record.order is not Order.TOLD:
         yield "stored", record.order.value
     if record.op.is_view:
         copies = record.copies_shard is True
-        yield "a view", "a copy of the shard" if copies else "of the shard where that holds its rows"
+        yield "a view", "a copy of the shard" if copies else "of the local shard if that holds its rows"
     if record.way_back is not None:
         yield "written to", f"a copied view is written back: {_place(record.way_back)}"
     if record.becomes is not None:
@@ -138,8 +138,8 @@ def _without_rule(record: OpRecord) -> Iterator[tuple[str, str]]:
         yield "no rule", "inputs are gathered, and it runs on full tensors on every rank"
 
 
-class _Seen(TorchDispatchMode):
-    """The ops that a call leads to."""
+class _DispatchedOps(TorchDispatchMode):
+    """Records the ops that a call dispatches to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,13 +153,13 @@ class _Seen(TorchDispatchMode):
 
 
 def _parts(op: OpOverload) -> list[str]:
-    """The ops of which torch makes one, on the example of a call."""
+    """Returns the ops that torch decomposes an op into, for its example."""
     example = example_of(op)
     if example is None:
         return []
-    with _Seen() as seen:
+    with _DispatchedOps() as dispatched:
         op(*example.args)
-    return list(seen.names)
+    return list(dispatched.names)
 
 
 _OWNERS = {
@@ -171,7 +171,7 @@ _OWNERS = {
 
 
 def _name(function: object) -> str:
-    """As users write it: what torch's functions call themselves names classes of its own."""
+    """Returns the public name of a torch function, whose `__qualname__` may name a private class."""
     if isinstance(function, OpOverloadPacket):
         return f"torch.ops.{function}"
     owner, _, name = str(getattr(function, "__qualname__", function)).rpartition(".")
@@ -185,7 +185,7 @@ def _function_of(record: OpRecord) -> Callable[..., object]:
 
 
 def _place(function: object) -> str:
-    """Name, file and first sentence of a function; of one that is made by another those of the maker."""
+    """Returns name, file and first paragraph of the docstring of a function, or of the function that made it."""
     function = getattr(function, "func", function)
     if not isinstance(function, FunctionType):
         return str(function)
@@ -194,9 +194,9 @@ def _place(function: object) -> str:
     file = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name
     outer, _, inner = function.__qualname__.partition(".<locals>")
     maker = getattr(sys.modules[function.__module__], outer, None) if inner else None
-    said = (inspect.getdoc(function) or inspect.getdoc(maker) or "").split("\n\n")[0].replace("\n", " ")
-    only_a_name = said.startswith("``") and " " not in said
-    return f"{outer.lstrip('_')} ({file}:{code.co_firstlineno})" + ("" if only_a_name or not said else f"\n{said}")
+    doc = (inspect.getdoc(function) or inspect.getdoc(maker) or "").split("\n\n")[0].replace("\n", " ")
+    is_only_a_name = doc.startswith("``") and " " not in doc
+    return f"{outer.lstrip('_')} ({file}:{code.co_firstlineno})" + ("" if is_only_a_name or not doc else f"\n{doc}")
 
 
 def _outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
@@ -204,39 +204,40 @@ def _outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
     for s in outcomes:
         result = f"; the result is {s.result}" if s.result else ""
         way = f", by {s.way}" if s.way.startswith(("its", "torch")) else f", {s.way}" if s.way else ""
-        way = "" if s.how == "gathered" and s.way == "its sharded decomposition" else way  # which does not serve this
+        # The decomposition was tried first, but does not serve this call.
+        way = "" if s.how == "gathered" and s.way == "its sharded decomposition" else way
         yield f"  {s.partition:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
 
 
 def _strategy_lines(record: OpRecord, example: Example) -> list[str]:
-    """The strategies of the rule for a call, a line for each."""
+    """Returns a line for each strategy of the rule for a call."""
     if record.rule is None:
         return []
     names = [name for name, _ in example.tensors]
     tensors = [TensorArg(Layout.whole(MeshShape((WORLD,)), tuple(x.shape), x.dtype)) for _, x in example.tensors]
     iterator = iter(tensors)
 
-    def one(a: object) -> object:
+    def replace(a: object) -> object:
         if isinstance(a, list):
-            return [one(b) for b in a]
+            return [replace(b) for b in a]
         return next(iterator) if isinstance(a, torch.Tensor) else a
 
-    call = OpCall(record.op, tuple(one(a) for a in example.args), {}, tuple(tensors))
+    call = OpCall(record.op, tuple(replace(a) for a in example.args), {}, tuple(tensors))
     return [f"  {line}" for line in dict.fromkeys(_strategy(s, names) for s in record.rule.ways(call))]
 
 
 def _strategy(strategy: Strategy, names: list[str]) -> str:
-    given = [f"{name} {_write_placements(p)}" for name, p in zip(names, strategy.inputs, strict=True) if not _whole(p)]
+    given = [
+        f"{name} {_write_placements(p)}"
+        for name, p in zip(names, strategy.inputs, strict=True)
+        if not isinstance(p, Replicate)
+    ]
     results = dict.fromkeys(_write_placements(p) for p in strategy.outputs)
-    partition = ", sharded as it follows" if strategy.on_partition is not None else ""
-    return f"{', '.join(given) or 'all whole'} -> {' and '.join(results) or 'nothing'}{partition}"
-
-
-def _whole(placement: Placement) -> bool:
-    return isinstance(placement, Replicate)
+    partition = ", in a derived partition" if strategy.on_partition is not None else ""
+    return f"{', '.join(given) or 'all replicated'} -> {' and '.join(results) or 'nothing'}{partition}"
 
 
 def _write_placements(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"sharded along dim {placement.dim}"
-    return f"a pending {placement.reduce_op}" if isinstance(placement, Partial) else "whole"
+    return f"a pending {placement.reduce_op}" if isinstance(placement, Partial) else "replicated"

@@ -1,6 +1,6 @@
-"""``python -m shardcompile selftest``: is everything right here, and how fast is it?
+"""``python -m shardcompile selftest``: checks an installation for correct results, and measures its speed.
 
-Runs on what is there: several GPUs, one, or none. It needs no network and nothing but torch.
+It runs with several GPUs, with one, or with none. It needs no network, and no package other than torch.
 """
 
 from shardcompile.selftest.checks import traced_collectives as traced_collectives

@@ -1,4 +1,4 @@
-"""Where the checks run: the ranks, the values that they share, and the clock."""
+"""The environment of the checks: the ranks, rank-invariant random values, and timing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shardcompile.testing.thread_group import BACKENDS
 
 
 @dataclass(frozen=True)
-class Here:
-    """Where the checks run.
+class Environment:
+    """The environment of the checks on this rank.
 
     Attributes:
-        mesh: over all ranks, one dim.
-        traced: see `traced_collectives`.
+        mesh: a mesh of one dim over all ranks.
+        traced: the collectives that offline tracing finds, see `traced_collectives`.
     """
 
     mesh: DeviceMesh
@@ -32,52 +32,52 @@ class Here:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """The rank of this process or thread."""
         return self.mesh.get_local_rank()
 
     @property
     def device(self) -> str:
-        """Type of the device."""
+        """The device type."""
         return self.mesh.device_type
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there are GPUs."""
+        """Whether the tensors are on GPUs."""
         return self.device == "cuda"
 
     @property
     def one_process(self) -> bool:
-        """Whether all ranks are threads of one process: they take turns, and share what is compiled."""
+        """Whether all ranks are threads of one process, which take turns and share compiled code."""
         return self.group.name() in BACKENDS.values()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """The process group of all ranks."""
         return self.mesh.get_group()
 
     def partitions(self, rows: int) -> list[list[int]]:
-        """Shard sizes that are worth a check."""
+        """Returns the shard sizes of partitions that cover the edge cases, see `uneven_sizes`."""
         return [uneven_sizes(rows, self.ranks, style) for style in range(4)]
 
     def drawn(self, *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-        """The same numbers on every rank."""
+        """Returns random values, which are the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
-        numbers = torch.randn(*shape, generator=generator, dtype=torch.float64) * 3
-        return (numbers > 0 if dtype is torch.bool else numbers.abs() if dtype is torch.uint8 else numbers).to(
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64) * 3
+        return (values > 0 if dtype is torch.bool else values.abs() if dtype is torch.uint8 else values).to(
             self.device, dtype
         )
 
     def partition(self, x: Tensor, sizes: Sequence[int], dim: int = 0) -> sc.ShardTensor:
-        """A full value as a sharded tensor."""
+        """Shards a full tensor."""
         return sc.distribute_tensor(x, self.mesh, [Shard(dim)], sharding_shapes={0: list(sizes)})
 
     def seconds(self, call: Callable[[], object], rounds: int = 5) -> float:
-        """Median time of a call on the slowest rank."""
+        """Returns the median over rounds of the time of a call on the slowest rank."""
         call()
         times = []
         for _ in range(rounds):
@@ -92,11 +92,11 @@ class Here:
         return statistics.median(slowest.tolist())
 
     def finish(self) -> None:
-        """Wait for the GPU."""
+        """Waits for the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
 
 def same(found: Tensor, wanted: Tensor, rtol: float | None = None, atol: float | None = None) -> None:
-    """Raise unless two plain tensors are equal, or near each other by `torch.testing.assert_close`."""
+    """Raises unless two plain tensors are close, as `torch.testing.assert_close` does."""
     torch.testing.assert_close(found, wanted.to(found.device), rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""Runs the checks on every rank, keeps what they find, and prints it."""
+"""Runs the checks on every rank, collects their findings, and prints them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.collectives.transport import device_type
 from shardcompile.selftest.checks import CHECKS
-from shardcompile.selftest.environment import Here
+from shardcompile.selftest.environment import Environment
 from shardcompile.testing import once
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told.
+    """The argument of `run_checks`, the same on every rank.
 
     Attributes:
         traced: see `shardcompile.selftest.checks.traced_collectives`.
-        only: the beginnings of names of checks to run; all if empty.
+        only: prefixes of the names of the checks to run; empty for all checks.
     """
 
     traced: list[tuple[str, int]]
@@ -32,13 +32,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        name: of the check.
-        problem: what is wrong, on the first rank that has seen it; empty if nothing is.
-        figure: what was measured, if anything.
-        seconds: that it took.
+        name: the name of the check.
+        problem: the error of the first rank that has one; empty if the check passed.
+        figure: the measurements, if any.
+        seconds: the duration.
     """
 
     name: str
@@ -48,43 +48,43 @@ class Finding:
 
 
 def run_checks(job: Job) -> list[Finding]:
-    """Run the checks. Every rank of the default process group calls it, and gets the same.
+    """Runs the checks. Every rank of the default process group calls this, and gets the same findings.
 
-    After a check in which ranks have failed while others went on, the process group may be of no use; what comes then
-    is reported as not run.
+    If some ranks fail a check while others go on, the process group may be unusable. Later checks are then reported as
+    not run.
     """
     device = device_type(dist.get_backend())
-    here = Here(init_device_mesh(device, (dist.get_world_size(),)), job.traced)
-    return list(_findings(here, job.only))
+    env = Environment(init_device_mesh(device, (dist.get_world_size(),)), job.traced)
+    return list(_findings(env, job.only))
 
 
-def _findings(here: Here, only: Sequence[str]) -> Iterator[Finding]:
+def _findings(env: Environment, only: Sequence[str]) -> Iterator[Finding]:
     lost = ""
     for name, check in CHECKS.items():
         if only and not name.startswith(tuple(only)):
             continue
         if lost:
-            yield Finding(name, f"not run, since the ranks have parted at: {lost}", "", 0.0)
+            yield Finding(name, f"not run, since the ranks are out of step after: {lost}", "", 0.0)
             continue
         start, problem, figure = time.monotonic(), "", ""
         try:
-            figure = check(here)
+            figure = check(env)
         except Exception as error:
             file = check.__code__.co_filename
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
             problem = f"{type(error).__name__} in {check.__name__}, lines {lines}: {error}"
-        told: list[str] = [""] * here.ranks
+        problems: list[str] = [""] * env.ranks
         try:
-            dist.all_gather_object(told, problem)
+            dist.all_gather_object(problems, problem)
         except Exception as error:
-            told, lost = [problem or f"{type(error).__name__}: {error}"], name
+            problems, lost = [problem or f"{type(error).__name__}: {error}"], name
         once(torch.compiler.reset)
-        first = next((f"rank {r}: {text}" for r, text in enumerate(told) if text), "")
+        first = next((f"rank {r}: {text}" for r, text in enumerate(problems) if text), "")
         yield Finding(name, first, figure, time.monotonic() - start)
 
 
 def print_table(findings: Sequence[Finding]) -> bool:
-    """Print what was found; returns whether all of it is right."""
+    """Prints the findings, and returns whether all checks passed."""
     width = max((len(f.name) for f in findings), default=0)
     for f in findings:
         print(f"{'WRONG' if f.problem else 'right'}  {f.name:{width}}  {f.seconds:6.1f} s  {f.figure}".rstrip())

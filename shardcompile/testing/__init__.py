@@ -1,4 +1,4 @@
-"""Tests on real ranks: a pytest plugin with a pool of processes that stay from test to test.
+"""Tests on real ranks: a pytest plugin with a pool of rank processes that outlive a test.
 
     import pytest
     import torch
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module at the first use of its names. pytest loads this package for its plugin, which needs no torch."""
+    """Imports a module at the first use of its names. pytest loads this package for its plugin, without torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

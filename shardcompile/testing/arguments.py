@@ -1,4 +1,4 @@
-"""The inputs of a check: full values, and their layouts."""
+"""The inputs of `assert_matches_single_device`: full values and their layouts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardcompile.testing.arrange import lay_out, seed_of, sizes_in_style
 Placements = Placement | Sequence[Placement] | None
 Sizes = Mapping[int, Sequence[int]] | None
 
-_FIRST_STYLE = 1  # a shard of one, and an empty one: see `uneven_sizes`
+_FIRST_STYLE = 1  # one shard has one row, another is empty: see `uneven_sizes`
 
 
 @dataclass(frozen=True)
 class _Input:
-    """An argument.
+    """One argument of the call.
 
     Attributes:
         name: a name for messages.
         value: the full value.
         placements: None if the value stays plain.
-        sizes: the shard sizes that the user stated.
+        sizes: the shard sizes that the user stated; None if they follow from the step.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Arguments:
     Args:
         inputs: full values; a mapping passes them by name.
         placements: the placements of each input.
-        sharding_shapes: for each input the shard sizes by mesh dim. Sizes that are not stated change with every step.
+        sharding_shapes: for each input the shard sizes by mesh dim. By default they change with every step.
         mesh: the mesh.
         want_grads: whether floating-point tensors require gradients.
 
@@ -69,19 +69,19 @@ class Arguments:
         self._inputs = {key: _input(key, values[key], wanted[key], sizes[key], mesh) for key in values}
 
     def plain(self) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and the named arguments, full and plain. Tensors are new leaves of the autograd graph."""
+        """Returns the positional and the named arguments as plain, full values. Tensors are new autograd leaves."""
         return _split({k: self._leaf(i.value.detach().clone()) if isinstance(i.value, Tensor) else i.value
                        for k, i in self._inputs.items()})  # fmt: skip
 
     def sharded(self, step: int) -> tuple[list[Any], dict[str, Any]]:
-        """The same arguments, sharded for a step."""
-        return _split({key: self._laid_out(each, step) for key, each in self._inputs.items()})
+        """Returns the same arguments with the layouts of a step."""
+        return _split({key: self._lay_out(each, step) for key, each in self._inputs.items()})
 
     def digests(self) -> list[str]:
-        """A line for each argument that identifies its value."""
+        """Returns a line for each argument that identifies its value."""
         return [digest(each.name, each.value) for each in self._inputs.values()]
 
-    def _laid_out(self, each: _Input, step: int) -> object:
+    def _lay_out(self, each: _Input, step: int) -> object:
         if not isinstance(each.value, Tensor):
             return each.value
         value = each.value.detach().to(self.mesh.device_type)
@@ -124,15 +124,15 @@ def _input(key: object, value: object, placements: Placements, sizes: Sizes, mes
 
 
 def _split(values: dict[object, object]) -> tuple[list[object], dict[str, object]]:
-    by_place = [v for k, v in values.items() if isinstance(k, int)]
-    return by_place, {k: v for k, v in values.items() if isinstance(k, str)}
+    positional = [v for k, v in values.items() if isinstance(k, int)]
+    return positional, {k: v for k, v in values.items() if isinstance(k, str)}
 
 
 def digest(name: str, value: object) -> str:
-    """A line that is the same for the same value, on every rank."""
+    """Returns a line that identifies a value: equal values have the same line on every rank."""
     if not isinstance(value, Tensor):
-        known = value is None or isinstance(value, (bool, int, float, complex, str))
-        return f"{name}: {value!r}" if known else f"{name}: {type(value).__name__}"
+        has_stable_repr = value is None or isinstance(value, (bool, int, float, complex, str))
+        return f"{name}: {value!r}" if has_stable_repr else f"{name}: {type(value).__name__}"
     flat = as_bytes(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
     content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=6).hexdigest()
     return f"{name}: {value.dtype} {tuple(value.shape)} with digest {content}"

@@ -12,11 +12,11 @@ from torch.distributed import distributed_c10d
 
 
 def seed() -> None:
-    """Seed the random numbers, the same for every test and rank."""
+    """Seeds the random number generators, with the same seed for every test and rank."""
     random.seed(0)
     if torch.accelerator.is_available():
         torch.manual_seed(0)
-    else:  # `manual_seed` would queue a call, with a traceback, for each type of device that is not there
+    else:  # `manual_seed` would queue a call, with a traceback, for each absent device type
         torch.default_generator.manual_seed(0)
 
 
@@ -24,13 +24,13 @@ class Cleaner:
     """Frees the objects that a test left in this process."""
 
     def __init__(self) -> None:
-        # A compilation makes millions of objects that stay. To collect after every 700 takes a tenth of its time.
+        # A compilation makes millions of long-lived objects. The default threshold of 700 costs a tenth of its time.
         gc.set_threshold(50_000, 50, 100)
         self._modules = 0
         self._collect()
 
     def after_test(self) -> None:
-        """Drop compiled code and process groups. Call it on all ranks, with no collective in flight."""
+        """Drops compiled code and process groups. Call it on all ranks, with no collective in flight."""
         forget_compiled()
         _destroy_groups_of_test()
         if "shardcompile.compat" in sys.modules:  # cached layouts refer to this test's meshes
@@ -38,8 +38,8 @@ class Cleaner:
         self._collect()
 
     def _collect(self) -> None:
-        # A full collection visits every object of torch, in 0.1 s. It does not visit frozen objects, so freeze again
-        # after a test that imported modules. In exchange, a reference cycle that exists then is never freed.
+        # A full collection visits every object of torch, which takes 0.1 s. It skips frozen objects, so freeze again
+        # after a test that imported modules. The price: a reference cycle that exists then is never freed.
         gc.collect()
         if len(sys.modules) != self._modules:
             gc.freeze()
@@ -47,7 +47,7 @@ class Cleaner:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code."""
+    """Drops compiled code."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 

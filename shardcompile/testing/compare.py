@@ -1,4 +1,4 @@
-"""The difference of two values in words: where in the global tensor, and by how much."""
+"""Describes the difference of two values: at which index of the global tensor, and by how much."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from shardcompile.compat.testing import default_tolerances
 
 Tolerances = Callable[[torch.dtype], tuple[float, float]]
-"""The relative and the absolute tolerance of a dtype."""
+"""Returns the relative and the absolute tolerance for a dtype."""
 
 
 def tolerances(rtol: float | None = None, atol: float | None = None) -> Tolerances:
-    """The stated tolerances, or those of `torch.testing.assert_close` for each dtype."""
+    """Returns the stated tolerances, or those of `torch.testing.assert_close` for each dtype."""
 
     def by_dtype(dtype: torch.dtype) -> tuple[float, float]:
-        usual = default_tolerances(dtype)
-        return usual[0] if rtol is None else rtol, usual[1] if atol is None else atol
+        default = default_tolerances(dtype)
+        return default[0] if rtol is None else rtol, default[1] if atol is None else atol
 
     return by_dtype
 
 
 def difference(got: object, want: object, allowed: Tolerances) -> str | None:
-    """The difference between a value and the expected one, in words; None if they agree.
+    """Describes the difference between a value and the expected one; returns None if they agree.
 
     Args:
         got: a plain tensor, a number, or any object. Objects are compared by ``==``.
@@ -33,17 +33,17 @@ def difference(got: object, want: object, allowed: Tolerances) -> str | None:
         allowed: the tolerances for numbers. Two NaNs are equal.
     """
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
-        return None if _same(got, want, allowed) else f"expected {_name(want)}, got {_name(got)}"
+        return None if _is_close(got, want, allowed) else f"expected {_name(want)}, got {_name(got)}"
     if got.shape != want.shape:
         return f"expected global shape {tuple(want.shape)}, got {tuple(got.shape)}"
     if got.dtype != want.dtype:
         return f"expected dtype {_short(want.dtype)}, got {_short(got.dtype)}"
     rtol, atol = allowed(want.dtype)
     wrong = ~torch.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
-    return _how_far(got, want, wrong, rtol, atol) if wrong.any() else None
+    return _describe_wrong(got, want, wrong, rtol, atol) if wrong.any() else None
 
 
-def _same(got: object, want: object, allowed: Tolerances) -> bool:
+def _is_close(got: object, want: object, allowed: Tolerances) -> bool:
     if type(got) is not type(want) or isinstance(got, Tensor):
         return False
     if isinstance(want, float) and isinstance(got, float):
@@ -62,14 +62,14 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _how_far(got: Tensor, want: Tensor, wrong: Tensor, rtol: float, atol: float) -> str:
+def _describe_wrong(got: Tensor, want: Tensor, wrong: Tensor, rtol: float, atol: float) -> str:
     lines = [
         f"{int(wrong.sum())} of {wrong.numel()} elements differ by more than atol={atol:g} plus rtol={rtol:g} times "
         "the expected value"
     ]
-    far = _distance(got, want)
-    size = _distance(want, torch.zeros_like(want))
-    for name, measure in (("absolute", far), ("relative", far / size)):
+    absolute = _distance(got, want)
+    magnitude = _distance(want, torch.zeros_like(want))
+    for name, measure in (("absolute", absolute), ("relative", absolute / magnitude)):
         measure = torch.where(wrong, measure.nan_to_num(torch.inf, posinf=torch.inf), -1.0)
         at = tuple(int(i) for i in torch.unravel_index(measure.argmax(), measure.shape))
         lines.append(

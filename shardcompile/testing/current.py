@@ -13,19 +13,19 @@ _mesh_shape: tuple[int, ...] | None = None
 
 
 def rank() -> int:
-    """This process's rank in the default process group."""
+    """Returns this rank's index in the default process group."""
     return dist.get_rank()
 
 
 def world_size() -> int:
-    """The number of ranks in the default process group."""
+    """Returns the number of ranks in the default process group."""
     return dist.get_world_size()
 
 
 def mesh(names: Sequence[str] | None = None) -> DeviceMesh:
-    """A mesh over all ranks. The mark of the test may state its shape: ``@pytest.mark.ranks(4, mesh=(2, 2))``.
+    """Makes a mesh over all ranks. The mark of the test may state its shape: ``@pytest.mark.ranks(4, mesh=(2, 2))``.
 
-    Without a shape it has one dim. With NCCL it is a mesh of GPUs. The process groups of a mesh end with the test.
+    By default the mesh has one dim. With NCCL it is a mesh of GPUs. The process groups of a mesh end with the test.
 
     Args:
         names: the names of the mesh dims.
@@ -36,11 +36,11 @@ def mesh(names: Sequence[str] | None = None) -> DeviceMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """A mesh of one dim over all ranks. With NCCL it is a mesh of GPUs."""
+    """Makes a mesh of one dim over all ranks. With NCCL it is a mesh of GPUs."""
     return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 def set_mesh_shape(shape: tuple[int, ...] | None) -> None:
-    """Set the shape that `mesh` uses for the next test."""
+    """Sets the shape that `mesh` uses for the next test."""
     global _mesh_shape
     _mesh_shape = shape

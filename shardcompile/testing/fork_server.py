@@ -1,8 +1,8 @@
-"""A process that imports the modules that ranks need, and forks ranks, so that ranks start without imports.
+"""A fork server: a process that imports the modules that ranks need once, and forks every rank.
 
-To import torch and shardcompile takes several seconds of CPU. Forked ranks have the modules already, and share their
+Importing torch and shardcompile takes several seconds of CPU. Forked ranks have the modules already, and share their
 memory. Ranks cannot be forked if there is an accelerator, whose driver does not survive a fork, or from a process with
-several threads. Then each rank starts a new interpreter.
+several threads. In these cases each rank starts a new interpreter.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _UNKNOWN_CODE = 255
 
 
 def start_fresh(function: str, descriptor: int, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
-    """Start a new interpreter that calls a function of one of our modules with a descriptor.
+    """Starts a new interpreter, which calls a function of this package with a file descriptor.
 
     Args:
-        function: the function, as ``module:name``. It takes the descriptor.
-        descriptor: a descriptor that stays open in the new process.
+        function: the function, as ``module:name``. It takes the file descriptor.
+        descriptor: a file descriptor that stays open in the new process.
         environment: the environment of the process.
-        output: the descriptor for stdout and stderr.
+        output: the file descriptor for stdout and stderr.
     """
     return subprocess.Popen(
         [sys.executable, "-u", "-c", _BOOT.format(*function.split(":")), json.dumps(sys.path), str(descriptor)],
@@ -54,33 +54,33 @@ def start_fresh(function: str, descriptor: int, environment: Mapping[str, str], 
 
 
 class ForkedProcess:
-    """A process that a nursery has forked, with the methods of `subprocess.Popen` that ranks need.
+    """A process forked by the fork server, with the methods of `subprocess.Popen` that ranks need.
 
     Attributes:
         pid: the id of the process, and of its process group. The system does not reuse it before `bury`.
     """
 
-    def __init__(self, pid: int, status: int, nursery: Nursery) -> None:
+    def __init__(self, pid: int, status: int, server: ForkServer) -> None:
         self.pid = pid
         self._status = status
-        self._process = _descriptor_of(pid)
-        self._nursery = nursery
+        self._process = _pidfd(pid)
+        self._fork_server = server
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while the process runs."""
         if self._code is None and _readable(self._status, 0):
-            told = os.read(self._status, _CODE.size)
-            if not told and self._process is not None and not _readable(self._process, 0):
-                return None  # the nursery is gone, not the process
-            self._code = _CODE.unpack(told)[0] if told else _UNKNOWN_CODE
+            reported = os.read(self._status, _CODE.size)
+            if not reported and self._process is not None and not _readable(self._process, 0):
+                return None  # the fork server has died, but the process still runs
+            self._code = _CODE.unpack(reported)[0] if reported else _UNKNOWN_CODE
             os.close(self._status)
             if self._process is not None:
                 os.close(self._process)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process, and return the exit code.
+        """Waits for the process to end, and returns its exit code.
 
         Args:
             timeout: the longest wait in seconds; None for no limit.
@@ -89,7 +89,7 @@ class ForkedProcess:
             subprocess.TimeoutExpired: the process still runs after the timeout.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        for descriptor in (self._process, self._status):  # a nursery tells of an end a moment after it
+        for descriptor in (self._process, self._status):  # the fork server reports an end with a short delay
             if self._code is None and descriptor is not None:
                 _readable(descriptor, None if deadline is None else max(0.0, deadline - time.monotonic()))
         code = self.poll()
@@ -98,17 +98,17 @@ class ForkedProcess:
         return code
 
     def bury(self) -> None:
-        """Release the process id after the end of the process."""
-        self._nursery.bury(self.pid)
+        """Releases the process id of the ended process, as `waitpid` does."""
+        self._fork_server.bury(self.pid)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Sends a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-def _descriptor_of(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended; None before Linux 5.3."""
+def _pidfd(pid: int) -> int | None:
+    """Opens a file descriptor that becomes readable when the process ends; None before Linux 5.3."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -119,26 +119,26 @@ def _readable(descriptor: int, timeout: float | None) -> bool:
     return bool(select.select([descriptor], [], [], timeout)[0])
 
 
-class Nursery:
-    """Forks all ranks from one process.
+class ForkServer:
+    """A process that forks ranks, as its client sees it.
 
     Args:
         environment: the environment that all ranks share.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.made_for = _surroundings(environment)
+        self.made_for = _inherited_state(environment)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            served = "shardcompile.testing.fork_server:serve"
-            self._process = start_fresh(served, theirs.fileno(), environment, subprocess.DEVNULL)
+            main = "shardcompile.testing.fork_server:serve"
+            self._process = start_fresh(main, theirs.fileno(), environment, subprocess.DEVNULL)
         self._socket.settimeout(_START_SECONDS)
         self._forks: bool | None = None
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def forks(self) -> bool:
-        """Whether it can fork ranks. The first answer waits until the process has imported its modules."""
+        """Whether the server can fork ranks. The first call waits until it has imported its modules."""
         if self._forks is None:
             try:
                 self._forks = self._socket.recv(_MESSAGE_BYTES) == _YES
@@ -149,99 +149,100 @@ class Nursery:
         return self._forks and self._process.poll() is None
 
     def fork(self, own: Mapping[str, str], connection: int, output: int) -> ForkedProcess:
-        """Fork a new rank, which serves a connection.
+        """Forks a new rank, which serves a connection.
 
         Args:
             own: the environment of this rank alone.
-            connection: the descriptor of the connection, for `worker.main`.
-            output: the descriptor of the file for stdout and stderr.
+            connection: the file descriptor of the connection, for `worker.main`.
+            output: the file descriptor for stdout and stderr.
 
         Raises:
-            OSError: the nursery has died.
+            OSError: the fork server has died.
         """
         status, theirs = os.pipe()
         try:
             message = json.dumps({"own": dict(own)}).encode()
-            with self._one_at_a_time:
+            with self._lock:
                 socket.send_fds(self._socket, [message], [connection, output, theirs])
                 pid = int(self._socket.recv(_MESSAGE_BYTES) or b"0")
         finally:
             os.close(theirs)
         if not pid:
             os.close(status)
-            raise OSError("the process that forks ranks has died")
+            raise OSError("the fork server has died")
         return ForkedProcess(pid, status, self)
 
     def bury(self, pid: int) -> None:
-        """Release the id of a process that has ended."""
+        """Releases the id of a process that has ended."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"bury": pid}).encode())
 
     def close(self) -> None:
-        """End the nursery. Its ranks go on."""
+        """Ends the fork server. Ranks that it forked keep running."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
-def nursery_for(environment: Mapping[str, str]) -> Nursery | None:
-    """The nursery of this process, or None if ranks cannot be forked. There is one nursery at a time.
+def fork_server_for(environment: Mapping[str, str]) -> ForkServer | None:
+    """Returns the fork server of this process, which starts at the first call; None if ranks cannot be forked.
 
     Args:
-        environment: the environment that all ranks share. Another environment replaces the nursery.
+        environment: the environment that all ranks share. There is one server at a time: another environment, working
+            directory or `sys.path` replaces it.
     """
     if sys.platform != "linux":
         return None
-    held = _HELD.get(os.getpid())
-    if held is None or held.made_for != _surroundings(environment):
-        if held is not None:
-            held.close()
-        _HELD.clear()
-        held = _HELD[os.getpid()] = Nursery(environment)
-    return held if held.forks else None
+    server = _SERVERS.get(os.getpid())
+    if server is None or server.made_for != _inherited_state(environment):
+        if server is not None:
+            server.close()
+        _SERVERS.clear()
+        server = _SERVERS[os.getpid()] = ForkServer(environment)
+    return server if server.forks else None
 
 
-_HELD: dict[int, Nursery] = {}
-"""The nursery by process id, since a fork of this process does not own its nursery."""
+_SERVERS: dict[int, ForkServer] = {}
+"""The fork server by process id, since a fork of this process does not own its fork server."""
 
 
 @atexit.register
 def _close() -> None:
-    held = _HELD.get(os.getpid())
-    if held is not None:
-        held.close()
+    server = _SERVERS.get(os.getpid())
+    if server is not None:
+        server.close()
 
 
-def _surroundings(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a process inherits at its start, and what modules read at their import."""
+def _inherited_state(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """Returns all that a forked rank inherits from the start of the server. If it changes, a new server is needed."""
     return tuple(sorted(environment.items())), tuple(sys.path), os.getcwd(), sys.executable
 
 
-# The process of the nursery
+# Runs in the process of the fork server
 
 
 def serve(descriptor: int) -> NoReturn:
-    """Fork ranks until the other process closes its end of the socket.
+    """Forks ranks until the client closes its end of the socket.
 
     Args:
-        descriptor: the descriptor of the socket.
+        descriptor: the file descriptor of the socket.
     """
-    asked = socket.socket(fileno=descriptor)
-    asked.set_inheritable(False)
+    requests = socket.socket(fileno=descriptor)
+    requests.set_inheritable(False)
     forks = _import_what_ranks_need()
-    asked.send(_YES if forks else _NO)
+    requests.send(_YES if forks else _NO)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([asked.fileno(), woken], [], [])
+        ready, _, _ = select.select([requests.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, _MESSAGE_BYTES)
             _report_ends(running)
-        if asked.fileno() in ready:
-            data, descriptors, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
+        if requests.fileno() in ready:
+            data, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
             if not data:
                 os._exit(0)
             message = json.loads(data)
@@ -256,17 +257,17 @@ def serve(descriptor: int) -> NoReturn:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for other in (woken, wake, status, *running.values()):
                     os.close(other)
-                asked.close()
+                requests.close()
                 _be_rank(message["own"], connection, output)
             running[pid] = status
             os.close(connection)
             os.close(output)
-            asked.send(str(pid).encode())
+            requests.send(str(pid).encode())
 
 
 def _import_what_ranks_need() -> bool:
-    """Import the modules, and return whether this process can be forked."""
-    # Loaded here, once, to be forked with the process.
+    """Imports the modules, and returns whether this process can be forked."""
+    # Loaded here, once, so that forked ranks have it.
     import torch
 
     import shardcompile.testing.worker  # noqa: F401
@@ -279,7 +280,7 @@ def _import_what_ranks_need() -> bool:
 
 
 def _report_ends(running: dict[int, int]) -> None:
-    """Report exit codes. The process ids are not released: another process may be about to kill that process group."""
+    """Reports exit codes, but keeps the process ids: the client may be about to kill one of these process groups."""
     for pid, status in list(running.items()):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:

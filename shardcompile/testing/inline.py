@@ -1,4 +1,4 @@
-"""Write accepted inline snapshots into the source files of tests. This runs in pytest's process, without torch."""
+"""Writes accepted inline snapshots into the source files of tests. Runs in pytest's process, without torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def apply_notes(folder: Path) -> list[str]:
-    """Replace the ``expected=`` literals of the calls that notes in a folder name.
+    """Replaces the ``expected=`` literals of `assert_graph` calls by accepted snapshots.
 
     Args:
-        folder: has the notes as JSON files: file and line of the call, and the new text.
+        folder: the notes of the ranks, as JSON files: the file and line of each call, and its new text.
 
     Returns:
-        The problems, in words.
+        The texts of the literals that could not be replaced, as messages.
     """
     by_file: dict[str, dict[int, str]] = defaultdict(dict)
     for path in sorted(folder.glob("*.json")):
@@ -35,7 +35,7 @@ def _rewrite(path: Path, texts: dict[int, str]) -> list[str]:
     for line, text in sorted(texts.items(), reverse=True):
         literal = _literal(source, line)
         if literal is None:
-            problems.append(f"{path}:{line}: expected= is no literal there. Put this text in its place:\n{text}")
+            problems.append(f"{path}:{line}: expected= is no literal in this call. Put this text in its place:\n{text}")
             continue
         _replace(lines, literal, text)
     path.write_text("".join(lines))
@@ -43,7 +43,7 @@ def _rewrite(path: Path, texts: dict[int, str]) -> list[str]:
 
 
 def _literal(source: str, line: int) -> ast.Constant | None:
-    """The literal ``expected=`` of the innermost call that spans a line."""
+    """Returns the literal ``expected=`` of the innermost call that spans a line."""
     calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and _spans(n, line)]
     for call in sorted(calls, key=lambda n: (n.end_lineno or 0) - n.lineno):
         for keyword in call.keywords:

@@ -1,4 +1,4 @@
-"""`LocalRanks`: ranks on this machine for notebooks and consoles, where ranks cannot import the functions."""
+"""`LocalRanks`: ranks on this machine for notebooks and consoles, whose functions other processes cannot import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardcompile.testing.report import describe
 
 
 class LocalRanks:
-    """Ranks on this machine that call functions. Each is a process, which starts once, in seconds, and stays.
+    """Ranks on this machine that call functions. Each rank is a process, which starts once, in seconds, and is reused.
 
         ranks = LocalRanks(3)
 
@@ -31,7 +31,7 @@ class LocalRanks:
 
         ranks(rows, 4)          # [30.0, 30.0, 30.0]: one result for each rank
 
-    Functions, and all that they use, may be defined in cells of a notebook. Each call starts from the same seed, and
+    Functions, and all that they use, may be defined in cells of a notebook. Each call starts with the same seed, and
     without the compiled code of earlier calls. The ranks end with this process, with `close`, or at the end of a
     ``with``.
 
@@ -43,7 +43,7 @@ class LocalRanks:
     def __init__(
         self, world_size: int, backend: str = "gloo", *, processes: bool = True, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
-        """Start the ranks.
+        """Starts the ranks.
 
         Args:
             world_size: the number of ranks.
@@ -65,17 +65,17 @@ class LocalRanks:
         return RankPool(self._world_size, self._backend, quiet)
 
     def __call__(self, fn: Callable[..., object], *args: object, timeout: float = 120.0) -> list[Any]:
-        """Call ``fn(mesh, *args)`` on every rank, with a mesh of one dim over all of them.
+        """Calls ``fn(mesh, *args)`` on every rank, with a mesh of one dim over all ranks.
 
         Args:
-            fn: a function. Its output is printed here, rank after rank; if a rank fails, with its warnings.
+            fn: a function. Its output is printed in this process, rank after rank; if a rank fails, with its warnings.
             args: its arguments after the mesh, the same on every rank. Ranks in one process share them.
             timeout: seconds after which ranks that still run are killed, or abandoned if they are threads. Time in a
                 debugger does not count.
 
         Returns:
-            One result for each rank. Results of processes must be picklable: return a shard or a full tensor, not a
-            sharded one.
+            One result for each rank. Results of processes must be picklable: return a local shard or a full tensor, not
+            a sharded tensor.
 
         Raises:
             RuntimeError: a rank raised, died or hung; the text has its traceback. The next call starts new ranks. If
@@ -96,7 +96,7 @@ class LocalRanks:
         return list(results)
 
     def close(self) -> None:
-        """End the ranks."""
+        """Ends the ranks."""
         self._pool.close()
 
     def __enter__(self) -> LocalRanks:
@@ -129,7 +129,7 @@ def _pickle(value: object) -> bytes:
 
 
 def _sources_of_cells() -> dict[str, object]:
-    """The source texts of notebook cells, which are in no file, for tracebacks and reports of the ranks."""
+    """Returns the sources of notebook cells, which are in no file, for tracebacks and reports on the ranks."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 

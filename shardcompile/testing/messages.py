@@ -1,4 +1,4 @@
-"""The messages between pytest and its ranks: plain data without torch, which both sides pickle."""
+"""The messages between pytest and its ranks: picklable data without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a rank: its number, and the port of the store where the ranks meet."""
+    """The first message to a rank: its rank, and the port of the store for the rendezvous of the process group."""
 
     rank: int
     world_size: int
@@ -20,7 +20,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class RunTest:
-    """Run one test function.
+    """A request to run one test function.
 
     Attributes:
         path: the file of the test module.
@@ -41,11 +41,11 @@ class RunTest:
 
 @dataclass(frozen=True)
 class RunFunction:
-    """Call a function with a mesh of all ranks.
+    """A request to call a function with a mesh over all ranks.
 
     Attributes:
         payload: the function and its other arguments, pickled by cloudpickle.
-        sources: the entries of `linecache` for code that is in no file.
+        sources: the entries of `linecache` for code without a file, such as notebook cells.
         sys_path: the `sys.path` for the imports of the function.
     """
 
@@ -69,7 +69,7 @@ class Reply(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """How a test ended on one rank. Reports show the value."""
+    """How a test ended on one rank, as reports show it."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -81,9 +81,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended on one rank.
+    """The outcome of a test on one rank.
 
     Attributes:
+        kind: how the test ended.
         detail: one line: the exception, the reason of a skip, or the cause of death.
         traceback: the text of the traceback, for `FAILED`.
         result: the result and the output of a `RunFunction`, pickled.

@@ -6,19 +6,19 @@
     @pytest.mark.ranks(4, mesh=(2, 2))                        # the shape of `shardcompile.testing.mesh()`
     @pytest.mark.ranks(4, processes=False)                    # all four in pytest's own process
 
-The function runs in other processes. They start at their first use, in seconds, and stay, so that later tests
+The function runs in other processes. They start at their first use, in seconds, and are reused, so that later tests
 start in milliseconds. The default process group has exactly `n` ranks. Fixtures, `setup_method` and the like run
 once, in pytest's process. The values of fixtures and of `parametrize` are pickled and sent to the ranks, so every
 rank gets the same `tmp_path`. `monkeypatch` patches the rank that uses it.
 
-Before a test, a rank seeds its random numbers with 0. After it, the rank resets Dynamo, and destroys the process
-groups that the test made, with its meshes of several dims. Do not cache these.
+Before a test, a rank seeds its random number generators with 0. After it, the rank resets Dynamo, and destroys the
+process groups that the test made, also those of meshes of several dims. Do not cache these.
 
-With ``processes=False`` the ranks are threads of pytest's process that take turns. Then no process starts, and
-nothing is pickled. A breakpoint stops one rank while the others wait. A rank uses the code that another rank
+With ``processes=False`` the ranks are in-process: threads of pytest's process that take turns. No process starts,
+and nothing is pickled. A breakpoint stops one rank while the others wait. A rank uses the code that another rank
 compiled, unless the code depends on the rank. A deadlock raises an error at once. The test's name decides which
 rank runs first. The values of fixtures are copied for each rank. `monkeypatch` is shared, and undone after all
-ranks.
+ranks have ended.
 
 Tests whose ranks are processes have the mark ``rank_processes``. ``pytest -n 2 -m "not rank_processes"`` runs the
 other tests in parallel.
@@ -137,7 +137,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Without this, such a test would pass in pytest's own process, on no rank at all.
+    # Without this check, such a test would run in pytest's own process, on no rank at all.
     if _read_mark(item) is not None and not _is_plain_function(item):
         pytest.fail(
             "ranks: only plain functions and methods run on ranks, not unittest, async or doctest", pytrace=False
@@ -178,7 +178,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
         function = item.obj if item.cls is None else getattr(item.cls(), item.originalname)
         function(**{name: _copy(item.funcargs[name]) for name in names})
 
-    # Not always rank 0: the first rank compiles for all ranks, with its local shard, which may be empty.
+    # Not always rank 0: the first rank compiles for all ranks, with the sizes of its local shard, which may be empty.
     first = zlib.crc32(item.nodeid.encode()) % world_size
     ends = pools[world_size].run(run, ranks.timeout, ranks.mesh, first)
     errors = [end.error for end in ends]
@@ -188,7 +188,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
 
 
 def _copy(value: object) -> object:
-    """A copy of an argument for one rank. A rank in its own process would get a copy, too."""
+    """Copies an argument for one rank, as pickling does for a rank in its own process."""
     try:
         return value if isinstance(value, pytest.MonkeyPatch) else copy.deepcopy(value)
     except Exception:  # a class that cannot be copied may raise anything
@@ -196,7 +196,7 @@ def _copy(value: object) -> object:
 
 
 def _judge_exceptions(errors: Sequence[BaseException | None]) -> None:
-    """Skip or xfail the test if all ranks do."""
+    """Skips or xfails the test if all ranks do."""
     first = errors[0]
     if isinstance(first, pytest.skip.Exception) and all(isinstance(e, pytest.skip.Exception) for e in errors):
         raise first
@@ -206,12 +206,12 @@ def _judge_exceptions(errors: Sequence[BaseException | None]) -> None:
     kinds = {type(e) for e in errors}
     if len(kinds) > 1 and all(e is None or isinstance(e, quit_early) for e in errors):
         ends = ["passed" if e is None else f"{type(e).__name__}: {e}" for e in errors]
-        said = [f"  rank {rank}: {end}" for rank, end in enumerate(ends)]
-        pytest.fail("\n".join(["the ranks disagree about how the test ended", *said]), pytrace=False)
+        lines = [f"  rank {rank}: {end}" for rank, end in enumerate(ends)]
+        pytest.fail("\n".join(["the ranks disagree about how the test ended", *lines]), pytrace=False)
 
 
 def _pytest_args(config: pytest.Config) -> tuple[str, ...]:
-    """The command line for the pytest inside each rank: the options for the import of test modules."""
+    """Returns the command line for the pytest inside each rank: the options for the import of test modules."""
     return (
         f"--rootdir={config.rootpath}",
         f"--import-mode={config.getoption('importmode')}",
@@ -282,7 +282,7 @@ def _pickled_arguments(item: pytest.Function) -> dict[str, bytes]:
     for name in names:
         value = item.funcargs[name]
         if isinstance(value, pytest.MonkeyPatch):
-            value = pytest.MonkeyPatch()  # ours holds what to undo here; each rank replaces this one by its own
+            value = pytest.MonkeyPatch()  # the fixture's patches are for this process; each rank has its own
         try:
             pickled[name] = pickle.dumps(value)
         except Exception as error:  # the value's `__reduce__` may raise anything

@@ -1,4 +1,4 @@
-"""Pools of processes, one for each rank, that stay alive from test to test."""
+"""Pools of rank processes, which are reused from test to test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardcompile.testing.process import RankProcess
 from shardcompile.testing.report import rank_to_blame
 
 START_SECONDS = 300.0
-GRACE_SECONDS = 5.0  # for the other ranks, once one has failed
+GRACE_SECONDS = 5.0  # for the other ranks to end after one has failed
 SYNCHRONISE_SECONDS = 10.0
 LEAVE_SECONDS = 5.0
 _STACK_SECONDS = 0.3  # for a hung rank to print its stack
-_LOOK_SECONDS = 0.1  # if a dead rank's child holds its connection open, only the process tells: poll it, too
+_POLL_SECONDS = 0.1  # a child of a dead rank may hold its connection open, so the process is polled, too
 
 
 class PoolStartError(RuntimeError):
@@ -32,7 +32,7 @@ class RunResult:
     Attributes:
         outcomes: the outcome on each rank.
         outputs: the output of each rank, stdout and stderr together.
-        in_step: whether all ranks ended and met in a barrier afterwards. If not, the pool has been killed.
+        in_step: whether all ranks ended and completed a barrier afterwards. If not, the pool has been killed.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -41,10 +41,10 @@ class RunResult:
 
 
 class RankPool:
-    """One process per rank, in one process group."""
+    """One process for each rank, all in one process group."""
 
     def __init__(self, world_size: int, backend: str, pytest_args: Sequence[str] = ()) -> None:
-        """Start the ranks and wait until they have met.
+        """Starts the ranks and waits until the process group exists.
 
         Args:
             world_size: the number of ranks.
@@ -57,7 +57,7 @@ class RankPool:
         # Imported here, so that the pytest plugin does not load torch.
         from torch._C._distributed_c10d import TCPStore
 
-        # The store is here, not on rank 0, so that its port is known before any rank starts.
+        # This process holds the store, and not rank 0, so that its port is known before any rank starts.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[RankProcess] = []
         with self._killed_on_error():
@@ -73,7 +73,7 @@ class RankPool:
         return bool(self._ranks) and all(process.alive for process in self._ranks)
 
     def run(self, test: RunTest | RunFunction, timeout: float) -> RunResult:
-        """Run a test or a function on all ranks. If the ranks are not in step afterwards, the pool is killed.
+        """Runs a test or a function on all ranks. If the ranks are not in step afterwards, the pool is killed.
 
         Args:
             test: the test or the function.
@@ -94,12 +94,12 @@ class RankPool:
         return RunResult(outcomes, outputs, in_step)
 
     def last_words(self) -> str:
-        """How the ranks ended that died between two tests, and their output."""
+        """Returns the exit status and the output of each rank that died between two tests."""
         dead = [(rank, process) for rank, process in enumerate(self._ranks) if not process.alive]
         return "\n".join(f"rank {rank}: {process.cause_of_death()}\n{process.output()}" for rank, process in dead)
 
     def close(self) -> None:
-        """Have the ranks leave together, and kill those that do not leave."""
+        """Lets the ranks leave together, and kills those that do not leave."""
         if self.usable:
             self._send_all(Request.LEAVE)
             deadline = time.monotonic() + LEAVE_SECONDS
@@ -108,7 +108,7 @@ class RankPool:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks, and the processes that they started."""
+        """Kills the ranks, and the processes that they started."""
         while self._ranks:
             self._ranks.pop().kill()
 
@@ -125,7 +125,7 @@ class RankPool:
             process.send(message)
 
     def _collect(self, timeout: float, grace: float = START_SECONDS) -> list[object]:
-        """One reply for each rank: a message, a `DIED` outcome, or None at the timeout.
+        """Collects one reply from each rank: a message, a `DIED` outcome, or None at the timeout.
 
         Args:
             timeout: the seconds to wait for all replies.
@@ -135,7 +135,7 @@ class RankPool:
         replies: list[object] = [None] * len(self._ranks)
         missing = set(range(len(self._ranks)))
         while missing and (left := deadline - time.monotonic()) > 0:
-            wait([self._ranks[rank].connection for rank in missing], min(left, _LOOK_SECONDS))
+            wait([self._ranks[rank].connection for rank in missing], min(left, _POLL_SECONDS))
             for rank in sorted(missing):
                 replies[rank] = self._ranks[rank].reply()
                 if _is_failure(replies[rank]):
@@ -156,7 +156,7 @@ class RankPool:
     def _synchronise(self, outcomes: Sequence[Outcome]) -> bool:
         if any(outcome.kind in (Kind.RUNNING, Kind.DIED) for outcome in outcomes):
             return False
-        # A collective that only some ranks joined would match one of the next test. A barrier finds it now.
+        # A collective that only some ranks joined would be matched with one of the next test. A barrier detects it.
         self._send_all(Request.SYNCHRONISE)
         replies = self._collect(SYNCHRONISE_SECONDS, grace=0.5)
         return all(reply is Reply.SYNCHRONISED for reply in replies)
@@ -170,14 +170,14 @@ class RankPool:
 
 
 class RankPools:
-    """The pools of a pytest session, by world size and backend. Each starts at its first use."""
+    """The pools of a pytest session, by world size and backend. Each pool starts at its first use."""
 
     def __init__(self, start: Callable[[int, str], RankPool]) -> None:
         self._start = start
         self._pools: dict[tuple[int, str], RankPool] = {}
 
     def get(self, world_size: int, backend: str) -> RankPool:
-        """A usable pool. It is started if there is none.
+        """Returns a usable pool, which is started if there is none.
 
         Raises:
             PoolStartError: the pool does not start.
@@ -185,24 +185,24 @@ class RankPools:
         pool = self._pools.get((world_size, backend))
         if pool is None or not pool.usable:
             if pool is not None:
-                _bury(pool)
+                _discard(pool)
             pool = self._pools[world_size, backend] = self._start(world_size, backend)
         return pool
 
     def close(self) -> None:
-        """Close all pools."""
+        """Closes all pools."""
         while self._pools:
             self._pools.popitem()[1].close()
 
 
-def _bury(pool: RankPool) -> None:
+def _discard(pool: RankPool) -> None:
     if last_words := pool.last_words():
         warnings.warn(f"a rank died between two tests, a new pool starts:\n{last_words}", stacklevel=3)
     pool.kill()
 
 
 def _outcomes(replies: Sequence[object], seconds: float) -> tuple[Outcome, ...]:
-    running = Outcome(Kind.RUNNING, f"killed after {seconds:.1f} s; its output ends with where it was")
+    running = Outcome(Kind.RUNNING, f"killed after {seconds:.1f} s; its output ends with its stack")
     return tuple(reply if isinstance(reply, Outcome) else running for reply in replies)
 
 

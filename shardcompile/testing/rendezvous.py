@@ -1,7 +1,7 @@
-"""Collectives and messages between ranks in one process, through memory.
+"""Collectives and point-to-point messages between in-process ranks, through memory.
 
 Results equal those of gloo bit for bit: an all-reduce adds in the order of gloo's ring. If two ranks differ in the
-collective, the dtype or the size, gloo crashes or hangs. Here it is an error that names both ranks.
+collective, the dtype or the size, gloo crashes or hangs. This backend raises an error that names both ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardcompile.collectives.transport import as_bytes
 Tensors = Sequence[Tensor]
 
 
-class MeetingError(RuntimeError):
-    """Ranks of a group have come to collectives, or messages, that do not match."""
+class RendezvousError(RuntimeError):
+    """Ranks of a group have called collectives, or messages, that do not match."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Part:
     """One rank's part in a collective.
 
     Attributes:
-        stated: the collective in words, which must be the same on every rank.
-        given: the tensors that the collective reads.
-        taken: the tensors that the collective writes.
+        stated: the description of the collective, which must be the same on every rank.
+        given: the input tensors.
+        taken: the output tensors.
     """
 
     stated: str
@@ -39,24 +39,26 @@ class Part:
 
 
 class _Event:
+    """A collective or a message, which ranks may wait for."""
+
     done: bool
     error: str | None
 
     def ended(self) -> bool:
-        """Whether no rank needs to wait for it any more."""
+        """Returns whether no rank needs to wait for it any more."""
         return self.done or self.error is not None
 
 
 @dataclass
-class Meeting(_Event):
-    """One collective.
+class Rendezvous(_Event):
+    """One collective, which runs when its last rank arrives.
 
     Attributes:
         size: the number of ranks that take part.
-        run: moves the data when all ranks have come. It takes the parts in the order of the ranks.
-        parts: the parts of the ranks that have come, by rank in the group.
+        run: moves the data. It takes the parts in the order of the ranks.
+        parts: the parts of the ranks that have arrived, by rank in the group.
         done: whether the data has been moved.
-        error: why it never will be; None if nothing is wrong.
+        error: why it never will be moved; None if nothing is wrong.
     """
 
     size: int
@@ -68,13 +70,13 @@ class Meeting(_Event):
 
 @dataclass
 class Message(_Event):
-    """A message, of which one side or both sides have come.
+    """A point-to-point message, of which one side or both sides have arrived.
 
     Attributes:
-        sent: the sender's tensor; None until the sender has come.
-        received: the receiver's tensor; None until the receiver has come.
+        sent: the sender's tensor; None until the sender has arrived.
+        received: the receiver's tensor; None until the receiver has arrived.
         done: whether the data has been copied.
-        error: why it never will be; None if nothing is wrong.
+        error: why it never will be copied; None if nothing is wrong.
     """
 
     sent: Tensor | None = None
@@ -84,7 +86,7 @@ class Message(_Event):
 
 
 class Room:
-    """The collectives and messages of a group.
+    """The state of a process group that its members share: its collectives and messages.
 
     Args:
         name: the name of the group.
@@ -96,13 +98,13 @@ class Room:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all collectives and messages, even those that have not ended."""
-        self._begun: list[Meeting] = []
+        """Drops all collectives and messages, also pending ones."""
+        self._started: list[Rendezvous] = []
         self._next = [0] * len(self.ranks)
         self._unmatched: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
 
-    def join(self, rank: int, part: Part, run: Callable[[Sequence[Part]], None]) -> tuple[int, Meeting]:
-        """Bring a rank to its next collective. The last rank to come moves the data.
+    def join(self, rank: int, part: Part, run: Callable[[Sequence[Part]], None]) -> tuple[int, Rendezvous]:
+        """Joins a rank to its next collective. The last rank to arrive moves the data.
 
         Args:
             rank: the rank in the group.
@@ -110,34 +112,34 @@ class Room:
             run: moves the data.
 
         Returns:
-            The number of the collective in the group, and the collective.
+            The sequence number of the collective in the group, and the collective.
         """
         number = self._next[rank]
         self._next[rank] += 1
-        if number == len(self._begun):
-            self._begun.append(Meeting(len(self.ranks), run))
-        meeting = self._begun[number]
-        other = next(iter(meeting.parts), None)
-        meeting.parts[rank] = part
-        if other is not None and part.stated != meeting.parts[other].stated:
-            meeting.error = meeting.error or (
+        if number == len(self._started):
+            self._started.append(Rendezvous(len(self.ranks), run))
+        rendezvous = self._started[number]
+        other = next(iter(rendezvous.parts), None)
+        rendezvous.parts[rank] = part
+        if other is not None and part.stated != rendezvous.parts[other].stated:
+            rendezvous.error = rendezvous.error or (
                 f"ranks have come to different collectives, number {number} of the group of ranks "
-                f"{', '.join(map(str, self.ranks))}: rank {self.ranks[other]} to {meeting.parts[other].stated}, "
+                f"{', '.join(map(str, self.ranks))}: rank {self.ranks[other]} to {rendezvous.parts[other].stated}, "
                 f"rank {self.ranks[rank]} to {part.stated}. Run the same collectives on every rank"
             )
-        elif len(meeting.parts) == meeting.size and meeting.error is None:
+        elif len(rendezvous.parts) == rendezvous.size and rendezvous.error is None:
             with torch.no_grad():
-                meeting.run([meeting.parts[r] for r in range(meeting.size)])
-            meeting.done = True
-            meeting.parts = dict.fromkeys(meeting.parts, part)  # frees the tensors
-        return number, meeting
+                rendezvous.run([rendezvous.parts[r] for r in range(rendezvous.size)])
+            rendezvous.done = True
+            rendezvous.parts = dict.fromkeys(rendezvous.parts, part)  # frees the tensors
+        return number, rendezvous
 
-    def missing(self, meeting: Meeting) -> list[int]:
-        """The global ranks that have not come to a collective."""
-        return [self.ranks[r] for r in range(meeting.size) if r not in meeting.parts]
+    def missing(self, rendezvous: Rendezvous) -> list[int]:
+        """Returns the global ranks that have not arrived at a collective."""
+        return [self.ranks[r] for r in range(rendezvous.size) if r not in rendezvous.parts]
 
     def send(self, source: int, target: int, tag: int, x: Tensor) -> Message:
-        """Send a message. Its data is copied when the receiver comes, as with large messages on sockets.
+        """Sends a message. Its data is copied when the receiver arrives, as with large messages on sockets.
 
         Args:
             source: the sender's rank in the group.
@@ -148,11 +150,11 @@ class Room:
         return self._match((source, target, tag), sent=x)
 
     def receive(self, source: int, target: int, tag: int, x: Tensor) -> Message:
-        """Receive a message, see `send`."""
+        """Receives a message, see `send`."""
         return self._match((source, target, tag), received=x)
 
-    def _match(self, way: tuple[int, int, int], sent: Tensor | None = None, received: Tensor | None = None) -> Message:
-        pending = self._unmatched[way]
+    def _match(self, key: tuple[int, int, int], sent: Tensor | None = None, received: Tensor | None = None) -> Message:
+        pending = self._unmatched[key]
         if not pending or (pending[0].sent is None) == (sent is None):
             message = Message(sent, received)
             pending.append(message)
@@ -162,7 +164,7 @@ class Room:
         received = message.received if received is None else received
         assert sent is not None and received is not None, "a message has two sides"
         if sent.nbytes != received.nbytes:
-            source, target = (self.ranks[r] for r in way[:2])
+            source, target = (self.ranks[r] for r in key[:2])
             message.error = (
                 f"rank {source} sends {sent.nbytes} bytes ({sent.dtype} {tuple(sent.shape)}) to rank {target}, which "
                 f"expects {received.nbytes} ({received.dtype} {tuple(received.shape)})"
@@ -176,7 +178,7 @@ class Room:
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copy the memory of a contiguous tensor to another one of the same number of bytes."""
+    """Copies the memory of a contiguous tensor to another one of the same number of bytes."""
     if target.numel():
         target = target.detach()
         if target.dtype is source.dtype and target.shape == source.shape:
@@ -186,26 +188,26 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 
 
 def describe(kind: str, x: Tensor, *words: object) -> str:
-    """A collective in words."""
+    """Describes a collective or a message of one tensor."""
     dtype = str(x.dtype).removeprefix("torch.")
     return " ".join([kind, *map(str, words), "of", f"{dtype}[{', '.join(map(str, x.shape))}]"])
 
 
-# The data movement of the collectives. Each takes all parts, in the order of the ranks.
+# The data movement of the collectives. Each function takes all parts, in the order of the ranks.
 
 _SEGMENT_BYTES = 1 << 20
-"""The largest piece that gloo's ring reduces at once."""
+"""The largest segment of gloo's ring all-reduce."""
 
 
 def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, int, list[int]]]:
-    """The order in which gloo's ring all-reduce adds terms, for ranges of elements.
+    """Returns the order in which gloo's ring all-reduce adds terms, for ranges of elements.
 
-    Each rank owns equally many segments. The terms of a segment are added on the way round the ring: first that of the
-    rank before the owner, then of lower ranks, the owner's last (gloo/allreduce.cc, `ring`).
+    Each rank owns equally many segments. The terms of a segment are added along the ring: first the term of the rank
+    before the owner, then those of lower ranks, and the owner's last (gloo/allreduce.cc, `ring`).
 
     Args:
-        nbytes: the bytes of the tensor.
-        itemsize: the bytes of an element.
+        nbytes: the size of the tensor in bytes.
+        itemsize: the size of an element in bytes.
         ranks: the number of ranks in the group.
 
     Returns:
@@ -214,10 +216,10 @@ def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, in
     largest = itemsize * max(1, _SEGMENT_BYTES // itemsize)
     per_rank = _divide_up(max(_divide_up(nbytes, largest), 2 * ranks), ranks)
     segment = _divide_up(_divide_up(nbytes, per_rank * ranks), itemsize)  # elements
-    shard, total = segment * per_rank, nbytes // itemsize
+    owned, total = segment * per_rank, nbytes // itemsize
     return [
-        (min(b * shard, total), min((b + 1) * shard, total), [(b - 1 - i) % ranks for i in range(ranks)])
-        for b in range(ranks)
+        (min(r * owned, total), min((r + 1) * owned, total), [(r - 1 - i) % ranks for i in range(ranks)])
+        for r in range(ranks)
     ]
 
 
@@ -230,7 +232,7 @@ def _combine(a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
         "SUM": torch.add,
         "AVG": torch.add,
         "PRODUCT": torch.mul,
-        "MIN": lambda x, y: torch.where(y < x, y, x),  # gloo's std::min and max drop a NaN
+        "MIN": lambda x, y: torch.where(y < x, y, x),  # gloo's std::min and std::max do not propagate a NaN
         "MAX": lambda x, y: torch.where(y > x, y, x),
         "BAND": torch.bitwise_and,
         "BOR": torch.bitwise_or,
@@ -240,7 +242,7 @@ def _combine(a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
 
 
 def reduce_flat(terms: Tensors, reduce_op: str) -> Tensor:
-    """The reduction of tensors of one size, flattened, in gloo's order of additions."""
+    """Reduces tensors of equal size, flattened, in gloo's order of additions."""
     flat = [t.detach().reshape(-1) for t in terms]
     out = flat[0].clone()
     for start, end, order in ring_sum_order(flat[0].nbytes, flat[0].itemsize, len(flat)) if len(flat) > 1 else []:
@@ -253,7 +255,7 @@ def reduce_flat(terms: Tensors, reduce_op: str) -> Tensor:
 
 
 def all_reduce(reduce_op: str) -> Callable[[Sequence[Part]], None]:
-    """Every rank's tensors become their reduction over the ranks."""
+    """All-reduce: replaces every rank's tensors by their reduction over the ranks."""
 
     def run(parts: Sequence[Part]) -> None:
         for n in range(len(parts[0].given)):
@@ -265,7 +267,7 @@ def all_reduce(reduce_op: str) -> Callable[[Sequence[Part]], None]:
 
 
 def reduce_to(root: int, reduce_op: str) -> Callable[[Sequence[Part]], None]:
-    """As `all_reduce`, on one rank only."""
+    """Reduce: as `all_reduce`, but only the root gets the result."""
 
     def run(parts: Sequence[Part]) -> None:
         x = parts[root].taken[0]
@@ -275,18 +277,18 @@ def reduce_to(root: int, reduce_op: str) -> Callable[[Sequence[Part]], None]:
 
 
 def all_gather(parts: Sequence[Part]) -> None:
-    """Each rank takes one tensor from every rank, in their order."""
+    """All-gather: every rank receives the input of every rank, in rank order."""
     for p in parts:
         for target, source in zip(p.taken, parts, strict=True):
             copy_bytes(target, source.given[0].contiguous())
 
 
 def reduce_scatter(reduce_op: str) -> Callable[[Sequence[Part]], None]:
-    """Each rank gives one term for every rank, and takes the reduction of those for itself."""
+    """Reduce-scatter: every rank has one input for each rank, and receives the reduction of the inputs for itself."""
 
     def run(parts: Sequence[Part]) -> None:
-        whole = [torch.cat([t.detach().reshape(-1) for t in p.given]) for p in parts]
-        result, start = reduce_flat(whole, reduce_op), 0
+        flat = [torch.cat([t.detach().reshape(-1) for t in p.given]) for p in parts]
+        result, start = reduce_flat(flat, reduce_op), 0
         for p in parts:
             end = start + p.taken[0].numel()
             p.taken[0].detach().copy_(result[start:end].view(p.taken[0].shape))
@@ -296,7 +298,7 @@ def reduce_scatter(reduce_op: str) -> Callable[[Sequence[Part]], None]:
 
 
 def broadcast(root: int) -> Callable[[Sequence[Part]], None]:
-    """Every rank takes what one rank gives."""
+    """Broadcast: every rank receives the tensor of the root."""
 
     def run(parts: Sequence[Part]) -> None:
         for rank, p in enumerate(parts):
@@ -307,7 +309,7 @@ def broadcast(root: int) -> Callable[[Sequence[Part]], None]:
 
 
 def scatter(root: int) -> Callable[[Sequence[Part]], None]:
-    """One rank gives a tensor to every rank."""
+    """Scatter: every rank receives one tensor of the root."""
 
     def run(parts: Sequence[Part]) -> None:
         for p, source in zip(parts, parts[root].given, strict=True):
@@ -317,7 +319,7 @@ def scatter(root: int) -> Callable[[Sequence[Part]], None]:
 
 
 def gather(root: int) -> Callable[[Sequence[Part]], None]:
-    """One rank takes a tensor from every rank."""
+    """Gather: the root receives a tensor from every rank."""
 
     def run(parts: Sequence[Part]) -> None:
         for target, p in zip(parts[root].taken, parts, strict=True):
@@ -327,12 +329,12 @@ def gather(root: int) -> Callable[[Sequence[Part]], None]:
 
 
 def all_to_all(parts: Sequence[Part]) -> None:
-    """Every rank gives a tensor to every rank."""
+    """All-to-all: every rank sends a tensor to every rank."""
     for target_rank, p in enumerate(parts):
         for source_rank, target in enumerate(p.taken):
             source = parts[source_rank].given[target_rank]
             if source.nbytes != target.nbytes:
-                raise MeetingError(
+                raise RendezvousError(
                     f"all_to_all: rank {source_rank} of the group sends {source.nbytes} bytes to rank {target_rank}, "
                     f"which expects {target.nbytes}. Make the sizes of both agree"
                 )
@@ -340,9 +342,9 @@ def all_to_all(parts: Sequence[Part]) -> None:
 
 
 def barrier(parts: Sequence[Part]) -> None:
-    """A barrier moves no data."""
+    """Barrier: moves no data."""
 
 
 def op_name(reduce_op: object) -> str:
-    """The name of a `ReduceOp`."""
+    """Returns the name of a `ReduceOp`."""
     return dist.ReduceOp.RedOpType(getattr(reduce_op, "op", reduce_op)).name

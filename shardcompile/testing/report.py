@@ -1,4 +1,4 @@
-"""Make one text of the outcomes of all ranks. It names the rank to look at first."""
+"""Makes one report of the outcomes of all ranks, which names the rank to look at first."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from collections.abc import Sequence
 from shardcompile.testing.messages import Kind, Outcome
 
 # The errors of collectives whose peer is gone (gloo in torch 2.13 to 2.15, NCCL's "remote error" family).
-_PEER_WENT_AWAY = re.compile(
+_PEER_IS_GONE = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|remote process exited"
 )
 
 
 def rank_to_blame(outcomes: Sequence[Outcome]) -> int | None:
-    """The lowest rank that failed by itself, and not because another rank failed.
+    """Returns the lowest rank that failed by itself, and not because another rank failed.
 
-    Returns:
-        The rank, or None if no rank failed, died or hung.
+    If there is none, returns the lowest rank that failed, died or hung; None if no rank did.
     """
     broken = [rank for rank, outcome in enumerate(outcomes) if outcome.kind in (Kind.FAILED, Kind.DIED)]
-    by_itself = [rank for rank in broken if not _PEER_WENT_AWAY.search(outcomes[rank].traceback)]
+    independent = [rank for rank in broken if not _PEER_IS_GONE.search(outcomes[rank].traceback)]
     hung = [rank for rank, outcome in enumerate(outcomes) if outcome.kind is Kind.RUNNING]
-    return next(iter(by_itself or broken or hung), None)
+    return next(iter(independent or broken or hung), None)
 
 
 def describe(outcomes: Sequence[Outcome]) -> str:
-    """The report of a test that did not pass, or did not end in the same way on every rank."""
+    """Returns the report of a test that did not pass, or did not end in the same way on every rank."""
     blamed = rank_to_blame(outcomes)
     others = [f"  rank {rank}: {_sentence(each)}" for rank, each in enumerate(outcomes) if rank != blamed]
     if blamed is None:

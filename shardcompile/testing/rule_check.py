@@ -1,4 +1,4 @@
-"""`check_rule`: compare an op in every layout of its inputs with the op on plain tensors."""
+"""`check_rule`: compares an op in every layout of its inputs with the op on plain tensors."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _STYLES = (1, CHUNK, 2)
 """The styles of the partitions for every combination of placements; see `uneven_sizes`."""
 
 _SHOWN = 20
+"""The most failing runs that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class RuleRun:
     """A run of an op on sharded inputs.
 
     Attributes:
-        sample: the number of the sample.
+        sample: the index of the sample.
         placements: the placements of its tensors, as a short text.
         layouts: the placements with shard sizes.
         service: how the op was served in the forward pass, see `ServiceWatch.how`.
-        problem: what is wrong; empty if nothing is.
+        problem: the failure; empty if the run is right.
     """
 
     sample: int
@@ -57,7 +58,7 @@ class RuleReport:
         op: the name of the op.
         world_size: the number of ranks.
         runs: all runs.
-        left_out: how many more runs there would be without the limit.
+        left_out: the number of runs that the limit left out.
     """
 
     op: str
@@ -67,7 +68,7 @@ class RuleReport:
 
     @property
     def served(self) -> dict[str, int]:
-        """How many runs were ``local``, ``reduced``, ``exchanged`` and ``gathered``."""
+        """The number of runs that were ``local``, ``reduced``, ``exchanged`` and ``gathered``."""
         counts = Counter(run.service for run in self.runs)
         return {service: counts[service] for service in SERVICES}
 
@@ -79,9 +80,9 @@ class RuleReport:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("inputs", "runs", *SERVICES)]
         for placements in dict.fromkeys(run.placements for run in self.runs):
-            mine = [run for run in self.runs if run.placements == placements]
-            counts = Counter(run.service for run in mine)
-            rows.append((placements, str(len(mine)), *(str(counts[s]) for s in SERVICES)))
+            runs = [run for run in self.runs if run.placements == placements]
+            counts = Counter(run.service for run in runs)
+            rows.append((placements, str(len(runs)), *(str(counts[s]) for s in SERVICES)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = [
             "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -101,7 +102,7 @@ def check_rule(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> RuleReport:
-    """Compare an op in every layout of its inputs with the op on plain tensors. Call this on every rank.
+    """Compares an op in every layout of its inputs with the op on plain tensors. Call this on every rank.
 
         @pytest.mark.ranks(3)
         def test_the_rule():
@@ -112,12 +113,12 @@ def check_rule(
     This is for authors of a rule (`register_sharding`), a handler, or a custom op. It gives each tensor in a sample,
     also in lists, several placements: ``Replicate()``, ``Shard(d)`` for each of its dims and, for floating-point and
     complex dtypes, ``Partial("sum")``. It tries all combinations along one mesh dim. Combinations with a sharded tensor
-    run with several partitions. On three ranks these are 1, n - 1 and no rows; torch.chunk's sizes; no, 1 and n - 1
-    rows. If several tensors are sharded, a further run gives each another partition.
+    run with several partitions. On three ranks their shard sizes are 1, n - 1 and 0; torch.chunk's; 0, 1 and n - 1.
+    If several tensors are sharded, a further run gives each tensor a different partition.
 
     It compares the results and the gradients of all floating-point inputs, within the tolerance of
-    `torch.testing.assert_close`; use float64. An error counts as wrong, and so does a result whose shard does not fit
-    its layout.
+    `torch.testing.assert_close`; use float64. An error counts as wrong, and so does a result whose local shard does not
+    match its layout.
 
     Args:
         op: an overload, or any function of tensors.
@@ -146,9 +147,9 @@ def check_rule(
     left_out = 0
     for number, case in enumerate(cases):
         expected = together(f"{case.name}, on plain tensors", case.plain, error=usage_error)
-        ways, more = _ways(case.tensors, limit, seed_of(case.name))
+        layouts, more = _ways(case.tensors, limit, seed_of(case.name))
         left_out += more
-        runs += [_try_strategy(number, case, each, expected, allowed) for each in ways]
+        runs += [_run_in_layouts(number, case, each, expected, allowed) for each in layouts]
     report = RuleReport(name, mesh.size(), tuple(runs), left_out)
     if report.wrong:
         raise AssertionError(_complaint(report))
@@ -175,14 +176,14 @@ class _Case:
         self.name = name
         self._op, self._mesh, self._backward = op, mesh, backward
         self._leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
-        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
-        full = [self._leaves[i].detach().to(mesh.device_type) for i in self._places]
+        self._tensor_indices = [i for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
+        full = [self._leaves[i].detach().to(mesh.device_type) for i in self._tensor_indices]
         self.tensors = [with_bits_to_spare(x) for x in full]
 
     def _run(self, *tensors: Tensor) -> object:
         leaves = list(self._leaves)
-        for place, x in zip(self._places, tensors, strict=True):
-            leaves[place] = x
+        for index, x in zip(self._tensor_indices, tensors, strict=True):
+            leaves[index] = x
         args, kwargs = tree_unflatten(leaves, self._structure)
         return self._op(*args, **kwargs)
 
@@ -190,20 +191,20 @@ class _Case:
         return x.requires_grad_(self._backward and (x.is_floating_point() or x.is_complex()))
 
     def plain(self) -> Outcome:
-        """The outcome of the op on plain tensors."""
+        """Runs the op on plain tensors."""
         trial = Trial.forward(self._run, [self._leaf(x.clone()) for x in self.tensors])
         return self.backward(trial).outcome()
 
-    def sharded(self, ways: Sequence[Way], watch: ServiceWatch) -> Trial:
-        """Run the op forward on tensors in these layouts.
+    def sharded(self, layouts: Sequence[Way], watch: ServiceWatch) -> Trial:
+        """Runs the forward pass of the op on tensors in these layouts.
 
         Raises:
-            CheckFailed: a shard does not fit its layout.
+            CheckFailed: a local shard does not match its layout.
         """
         laid_out = []
-        for n, (x, way) in enumerate(zip(self.tensors, ways, strict=True)):
-            sizes = sizes_in_style(x.shape, self._mesh, way.placements, way.style)
-            laid_out.append(self._leaf(lay_out(x, self._mesh, way.placements, sizes, seed_of(self.name, n))))
+        for n, (x, layout) in enumerate(zip(self.tensors, layouts, strict=True)):
+            sizes = sizes_in_style(x.shape, self._mesh, layout.placements, layout.style)
+            laid_out.append(self._leaf(lay_out(x, self._mesh, layout.placements, sizes, seed_of(self.name, n))))
         with watch:
             trial = Trial.forward(self._run, laid_out)
         if trial.problems:
@@ -211,17 +212,17 @@ class _Case:
         return trial
 
     def backward(self, trial: Trial) -> Trial:
-        """Run the backward pass, if it is to be compared."""
+        """Runs the backward pass, if it is to be compared."""
         return trial.backward(self.name) if self._backward else trial
 
-    def layouts(self, ways: Sequence[Way]) -> str:
-        """The placements and shard sizes of all tensors, in words."""
-        return "; ".join(_with_sizes(x, w, self._mesh) for x, w in zip(self.tensors, ways, strict=True))
+    def describe(self, layouts: Sequence[Way]) -> str:
+        """Describes the placements and shard sizes of all tensors."""
+        return "; ".join(_with_sizes(x, w, self._mesh) for x, w in zip(self.tensors, layouts, strict=True))
 
 
-def _with_sizes(x: Tensor, way: Way, mesh: DeviceMesh) -> str:
-    (placement,) = way.placements
-    sizes = sizes_in_style(x.shape, mesh, way.placements, way.style).get(0)
+def _with_sizes(x: Tensor, layout: Way, mesh: DeviceMesh) -> str:
+    (placement,) = layout.placements
+    sizes = sizes_in_style(x.shape, mesh, layout.placements, layout.style).get(0)
     return describe([placement]) + ("" if sizes is None else f"[{','.join(map(str, sizes))}]")
 
 
@@ -239,13 +240,15 @@ def _digests(cases: Sequence[_Case]) -> str:
     return "\n".join(digest(f"{c.name}, tensor {n}", x) for c in cases for n, x in enumerate(c.tensors))
 
 
-def _try_strategy(number: int, case: _Case, ways: Sequence[Way], expected: Outcome, allowed: Tolerances) -> RuleRun:
-    layouts = case.layouts(ways)
-    stage = f"{case.name}, inputs {layouts}"
-    partition = [x.numel() for x, w in zip(case.tensors, ways, strict=True) if isinstance(w.placements[0], Shard)]
-    watch = ServiceWatch(min(partition, default=0))
+def _run_in_layouts(
+    number: int, case: _Case, layouts: Sequence[Way], expected: Outcome, allowed: Tolerances
+) -> RuleRun:
+    description = case.describe(layouts)
+    stage = f"{case.name}, inputs {description}"
+    numels = [x.numel() for x, w in zip(case.tensors, layouts, strict=True) if isinstance(w.placements[0], Shard)]
+    watch = ServiceWatch(min(numels, default=0))
     try:
-        trial = together(stage, lambda: case.sharded(ways, watch), lambda t: t.layouts)
+        trial = together(stage, lambda: case.sharded(layouts, watch), lambda t: t.layouts)
         together(stage, lambda: case.backward(trial), lambda t: t.gradient_layouts)
         together(stage, lambda: _compare(trial, expected, allowed))
         problem = ""
@@ -253,7 +256,7 @@ def _try_strategy(number: int, case: _Case, ways: Sequence[Way], expected: Outco
         if not error.in_step:
             raise
         problem = str(error)
-    return RuleRun(number, "; ".join(describe(w.placements) for w in ways), layouts, watch.how(), problem)
+    return RuleRun(number, "; ".join(describe(w.placements) for w in layouts), description, watch.how(), problem)
 
 
 def _compare(trial: Trial, expected: Outcome, allowed: Tolerances) -> None:
@@ -273,51 +276,55 @@ def _complaint(report: RuleReport) -> str:
 
 
 def _placements_of(x: Tensor) -> list[Placement]:
-    """The placements to try for a tensor. One-byte floats have no pending sums, since torch cannot add them."""
+    """Returns the placements to try for a tensor. One-byte floats get no pending sum, since torch cannot add them."""
     summable = (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
     sharded: list[Placement] = [Shard(d) for d in range(x.ndim)]
     return [*sharded, Replicate(), *([Partial("sum")] if summable else [])]
 
 
 def _ways(tensors: Sequence[Tensor], limit: int, seed: int) -> tuple[list[tuple[Way, ...]], int]:
-    """The layouts to try, and the number of those left out."""
+    """Returns the layouts to try, and the number of layouts left out."""
     options = [_placements_of(x) for x in tensors]
     combinations = _combinations(options, limit, seed)
-    ways = [tuple(Way((p,), style) for p in each) for style in _STYLES for each in combinations]
-    ways = [each for each in ways if each[0].style == _STYLES[0] or _partition(each)]
+    layouts = [tuple(Way((p,), style) for p in each) for style in _STYLES for each in combinations]
+    layouts = [each for each in layouts if each[0].style == _STYLES[0] or _num_sharded(each)]
     for each in combinations:
-        own = tuple(Way((p,), n + 1) for n, p in enumerate(each))
-        if _partition(own) > 1:
-            ways.append(own)
-    return ways[:limit], _count(options) - min(limit, len(ways))
+        different = tuple(Way((p,), n + 1) for n, p in enumerate(each))
+        if _num_sharded(different) > 1:
+            layouts.append(different)
+    return layouts[:limit], _count(options) - min(limit, len(layouts))
 
 
-def _partition(ways: Sequence[Way]) -> int:
-    return sum(isinstance(w.placements[0], Shard) for w in ways)
+def _num_sharded(layouts: Sequence[Way]) -> int:
+    return sum(isinstance(w.placements[0], Shard) for w in layouts)
 
 
 def _combinations(options: Sequence[Sequence[Placement]], limit: int, seed: int) -> list[tuple[Placement, ...]]:
-    everywhere = dict.fromkeys(itertools.chain.from_iterable(options))
-    alike = [tuple(p if p in own else Replicate() for own in options) for p in everywhere]
+    """Returns combinations of placements: uniform ones first, then all others, or as many as the limit allows."""
+    distinct = dict.fromkeys(itertools.chain.from_iterable(options))
+    uniform = [tuple(p if p in own else Replicate() for own in options) for p in distinct]
     total = math.prod(map(len, options))
-    numbers = range(total) if total <= limit else random.Random(seed).sample(range(total), limit)
-    return list(dict.fromkeys([*alike, *(_combination(n, options) for n in numbers)]))
+    indices = range(total) if total <= limit else random.Random(seed).sample(range(total), limit)
+    return list(dict.fromkeys([*uniform, *(_combination(i, options) for i in indices)]))
 
 
-def _combination(number: int, options: Sequence[Sequence[Placement]]) -> tuple[Placement, ...]:
-    picked = []
+def _combination(index: int, options: Sequence[Sequence[Placement]]) -> tuple[Placement, ...]:
+    """Returns the combination with this index. The placement of the first tensor varies fastest."""
+    chosen = []
     for own in options:
-        number, place = divmod(number, len(own))
-        picked.append(own[place])
-    return tuple(picked)
+        index, remainder = divmod(index, len(own))
+        chosen.append(own[remainder])
+    return tuple(chosen)
 
 
 def _count(options: Sequence[Sequence[Placement]]) -> int:
-    """The number of runs without a limit. A combination has one run if no tensor is sharded, and more for each
-    partition.
+    """Returns the number of runs without a limit.
+
+    A combination has one run if no tensor is sharded, else one for each style. If several tensors are sharded, it has a
+    further run with different partitions.
     """
     total = math.prod(map(len, options))
-    whole = [sum(not isinstance(p, Shard) for p in own) for own in options]
-    none = math.prod(whole)
-    one = sum((len(own) - w) * (none // w) for own, w in zip(options, whole, strict=True))
+    num_unsharded = [sum(not isinstance(p, Shard) for p in own) for own in options]
+    none = math.prod(num_unsharded)
+    one = sum((len(own) - n) * (none // n) for own, n in zip(options, num_unsharded, strict=True))
     return none + len(_STYLES) * one + (len(_STYLES) + 1) * (total - none - one)

@@ -1,4 +1,4 @@
-"""`same_collectives_on_every_rank`: a test against hangs that needs no ranks."""
+"""`same_collectives_on_every_rank`: a test against hangs that traces each rank offline, and needs no ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
 Records = tuple[CollectiveRecord, ...]
 
 _ALL_UP_TO = 8
-"""A world of at most this many ranks is traced as each of its ranks."""
+"""In a world of at most this many ranks every rank is traced."""
 
 _NONE = "none, there are no more"
 
@@ -33,7 +33,7 @@ def same_collectives_on_every_rank(
     mesh_shape: Sequence[int] | None = None,
     **options: Any,
 ) -> Records:
-    """Check that ranks start the same collectives in the same order. Otherwise they would wait without end.
+    """Checks that ranks start the same collectives in the same order. Otherwise they would wait without end.
 
         def build(mesh):
             sizes = [10 * r for r in range(mesh.size())]
@@ -44,9 +44,9 @@ def same_collectives_on_every_rank(
             records = same_collectives_on_every_rank(build, 64)
             assert len(records) <= 6
 
-    This traces a step as one rank after the other, forward and backward and through all passes. It runs in this
-    process, without ranks, so do not call it in a test with the mark ``ranks``. On a mesh of several dims, two ranks
-    are compared by the collectives of groups that contain both.
+    This traces a step for one rank after the other, forward and backward and through all passes. It runs in this
+    process, with a fake process group, so do not call it in a test with the mark ``ranks``. On a mesh of several dims,
+    two ranks are compared by the collectives of groups that contain both.
 
     Args:
         build: takes the mesh, and returns the function or module and its arguments, see
@@ -60,11 +60,11 @@ def same_collectives_on_every_rank(
         **options: options of `trace_offline`: ``mesh_dim_names``, ``passes``, ``off``, ``backward``, ``inductor``.
 
     Returns:
-        The collectives of the first traced rank, forward first. On a mesh of one dim all ranks have these.
+        The collectives of the first traced rank, forward first. On a mesh of one dim all ranks have the same ones.
 
     Raises:
-        AssertionError: two ranks differ. It names the ranks, the first difference, and the lines of the program. Or
-            the trace of a rank fails, though that of another rank succeeded.
+        AssertionError: two ranks differ: the message has the ranks, the first difference, and the lines of the program.
+            Or the trace of a rank fails, though that of another rank succeeded.
         OfflineError: this process has a process group, or the function cannot be traced.
         ValueError: `ranks` is empty.
     """
@@ -91,7 +91,7 @@ def same_collectives_on_every_rank(
 
 
 def _record(build: Build, seen: list[Layout]) -> Build:
-    """A `build` that also stores the layouts of inputs and parameters in `seen`."""
+    """Wraps `build` so that it also stores the layouts of inputs and parameters in `seen`."""
 
     def recording(mesh: DeviceMesh) -> tuple[Callable[..., object], Sequence[object]]:
         fn, inputs = build(mesh)
@@ -103,18 +103,19 @@ def _record(build: Build, seen: list[Layout]) -> Build:
 
 
 def _selected(shape: Sequence[int], layouts: Sequence[Layout]) -> list[int]:
+    """Returns the ranks to trace by default, see `same_collectives_on_every_rank`."""
     coordinates = list(itertools.product(*map(range, shape)))  # in the order of ranks
     if len(coordinates) <= _ALL_UP_TO:
         return list(range(len(coordinates)))
-    picked = {0, len(coordinates) - 1}
+    selected = {0, len(coordinates) - 1}
     for dim, size in enumerate(shape):
-        for place in (1, size // 2, size - 1):
-            along = tuple(min(place, size - 1) if d == dim else 0 for d in range(len(shape)))
-            picked.add(coordinates.index(along))
+        for index in (1, size // 2, size - 1):
+            along = tuple(min(index, size - 1) if d == dim else 0 for d in range(len(shape)))
+            selected.add(coordinates.index(along))
     for layout in layouts:
-        elements = [math.prod(int(n) for n in layout.local_shape(c)) for c in coordinates]
-        picked |= {elements.index(min(elements)), elements.index(max(elements))}
-    return sorted(picked)
+        numels = [math.prod(int(n) for n in layout.local_shape(c)) for c in coordinates]
+        selected |= {numels.index(min(numels)), numels.index(max(numels))}
+    return sorted(selected)
 
 
 def _trace_like(first: int, rank: int, trace: Callable[[int], Records]) -> Records:

@@ -1,7 +1,7 @@
-"""Threads that take turns: exactly one of them runs, until it has to wait for another one.
+"""A cooperative scheduler for in-process ranks: exactly one thread runs, until it has to wait for another one.
 
-Ranks in one process run in this way. Nothing interrupts a rank between two waits. So each run is the same, and a
-debugger sees one thread at a time. If no thread can run, there is a deadlock, which is found at once.
+Nothing interrupts a rank between two waits, so runs are deterministic, and a debugger sees one thread at a time. If no
+thread can run, there is a deadlock, which is detected at once.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ class RankEnded(BaseException):
     """Ends a rank whose test was abandoned. It is no `Exception`, so that no test catches it."""
 
 
-def _at_once() -> bool:
+def _always() -> bool:
     return True
 
 
-def _shut() -> threading.Lock:
+def _locked() -> threading.Lock:
     gate = threading.Lock()  # lighter than a semaphore, which Python builds from locks
     gate.acquire()
     return gate
 
 
 @dataclass
-class _Seat:
+class _ThreadState:
     """The state of a thread.
 
     Attributes:
         gate: a lock that is held while it is another thread's turn.
-        ready: whether the thread can go on; None while it runs, or after its end.
-        what: what the thread waits for, in words.
+        ready: whether the thread can continue; None while it runs, or after its end.
+        what: describes what the thread waits for.
         stuck: the text of a deadlock that this rank must raise, or None.
-        ended: how the thread ended, in words; None before its end.
+        ended: how the thread ended; None before its end.
     """
 
-    gate: threading.Lock = field(default_factory=_shut)
-    ready: Callable[[], bool] | None = _at_once  # every thread first waits for its first turn
+    gate: threading.Lock = field(default_factory=_locked)
+    ready: Callable[[], bool] | None = _always  # every thread starts by waiting for its first turn
     what: Callable[[], str] = str
     stuck: str | None = None
     ended: str | None = None
 
 
-class Turns:
-    """The turns of a number of threads, one for each rank.
+class ThreadScheduler:
+    """Schedules threads, one for each rank, so that exactly one of them runs at a time.
 
     Args:
-        count: how many.
-        leave: a thread calls it when its turn ends. `enter` gets its result.
+        count: the number of threads.
+        leave: a thread calls it when its turn ends. Its result is passed to `enter`.
         enter: a thread calls it when its next turn begins.
-        check: a thread calls it before it waits. It raises if the thread must not wait.
+        check: a thread calls it before it waits, with what it would wait for. It raises if the thread must not wait.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Turns:
         enter: Callable[[Any], None] = lambda _: None,
         check: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._seats = [_Seat() for _ in range(count)]
+        self._threads = [_ThreadState() for _ in range(count)]
         self._leave, self._enter, self._check = leave, enter, check
-        self._over = threading.Event()
+        self._all_ended = threading.Event()
         self._abandoned = False
         self._running = 0
 
@@ -79,21 +79,21 @@ class Turns:
         return self._running
 
     def start(self, first: int = 0) -> None:
-        """Give a rank the first turn. All threads must call `begin`, sooner or later."""
-        self._seats[first].gate.release()
+        """Gives a rank the first turn. All threads must call `begin` at some time."""
+        self._threads[first].gate.release()
 
     def begin(self, rank: int) -> None:
-        """Wait for this rank's first turn."""
+        """Waits for this rank's first turn."""
         self._sleep(rank)
-        self._seats[rank].ready = None
+        self._threads[rank].ready = None
 
     def wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Let other ranks run until a condition holds.
+        """Lets other ranks run until a condition holds.
 
         Args:
             rank: the rank whose turn it is.
             ready: the condition. Any thread may call it, at any time.
-            what: what this rank waits for, in words.
+            what: describes what this rank waits for.
 
         Raises:
             RanksWaitError: no rank can go on.
@@ -101,88 +101,88 @@ class Turns:
         if ready():
             return
         self._check(what())
-        self._step_aside(rank, ready, what)
-        seat = self._seats[rank]
+        self._yield_turn(rank, ready, what)
+        state = self._threads[rank]
         if not ready():
-            text, seat.stuck = seat.stuck, None
+            text, state.stuck = state.stuck, None
             raise RanksWaitError(text)
 
     def let_others_run(self, rank: int) -> None:
-        """Let other ranks run until they wait, end, or call this, too."""
-        self._step_aside(rank, _at_once, str)
+        """Lets other ranks run until they wait, end, or call this, too."""
+        self._yield_turn(rank, _always, str)
 
-    def _step_aside(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        seat = self._seats[rank]
-        seat.ready, seat.what = ready, what
-        kept = self._leave()
+    def _yield_turn(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        state = self._threads[rank]
+        state.ready, state.what = ready, what
+        saved = self._leave()
         following = self._next(rank)
         if following != rank:
-            self._seats[following].gate.release()
+            self._threads[following].gate.release()
             self._sleep(rank)
-        seat.ready = None
-        self._enter(kept)
+        state.ready = None
+        self._enter(saved)
 
     def end(self, rank: int, how: str) -> None:
-        """End a rank, so that the others go on.
+        """Marks a rank as ended, and gives the turn to the next rank.
 
         Args:
             rank: the rank.
-            how: how it ended, in words, for ranks that wait for it.
+            how: how it ended, for the message of ranks that wait for it.
         """
-        seat = self._seats[rank]
-        seat.ready, seat.ended = None, how
-        if all(s.ended is not None for s in self._seats):
-            self._over.set()
+        state = self._threads[rank]
+        state.ready, state.ended = None, how
+        if all(s.ended is not None for s in self._threads):
+            self._all_ended.set()
         else:
-            self._seats[self._next(rank)].gate.release()
+            self._threads[self._next(rank)].gate.release()
 
     def join(self, timeout: float | None) -> bool:
-        """Wait until all ranks have ended, and return whether they have.
+        """Waits until all ranks have ended, and returns whether they have.
 
         Args:
             timeout: the longest wait in seconds; None for no limit.
         """
-        return self._over.wait(timeout)
+        return self._all_ended.wait(timeout)
 
     def abandon(self) -> None:
-        """End every rank that waits, now or later."""
+        """Ends every rank that waits, now or later."""
         self._abandoned = True
-        for seat in self._seats:
+        for state in self._threads:
             with contextlib.suppress(RuntimeError):  # the gate is open
-                seat.gate.release()
+                state.gate.release()
 
     def _sleep(self, rank: int) -> None:
-        self._seats[rank].gate.acquire()
+        self._threads[rank].gate.acquire()
         if self._abandoned:
             raise RankEnded
         self._running = rank
 
     def _next(self, rank: int) -> int:
-        """The next rank that can run. If none can, each rank that waits gets a turn in which it raises."""
-        count = len(self._seats)
+        """Returns the next rank that can run. If none can, every rank that waits gets a turn in which it raises."""
+        count = len(self._threads)
         order = [(rank + 1 + i) % count for i in range(count)]
-        waiting = [r for r in order if self._seats[r].ready is not None]
-        able = next((r for r in waiting if self._can_go_on(self._seats[r])), None)
+        waiting = [r for r in order if self._threads[r].ready is not None]
+        able = next((r for r in waiting if self._can_continue(self._threads[r])), None)
         if able is None:
-            text = describe_wait([self._state(r) for r in range(count)])
+            text = describe_wait([self._describe(r) for r in range(count)])
             for r in waiting:
-                self._seats[r].stuck = text
+                self._threads[r].stuck = text
             able = waiting[0]
         return able
 
     @staticmethod
-    def _can_go_on(seat: _Seat) -> bool:
-        return seat.stuck is not None or (seat.ready is not None and seat.ready())
+    def _can_continue(state: _ThreadState) -> bool:
+        return state.stuck is not None or (state.ready is not None and state.ready())
 
-    def _state(self, rank: int) -> str:
-        seat = self._seats[rank]
-        return f"waits for {seat.what()}" if seat.ended is None else seat.ended
+    def _describe(self, rank: int) -> str:
+        state = self._threads[rank]
+        return f"waits for {state.what()}" if state.ended is None else state.ended
 
 
 def describe_wait(states: Sequence[str]) -> str:
-    """The text of a deadlock.
+    """Returns the message of a deadlock.
 
     Args:
-        states: the state of each rank, in words.
+        states: the description of the state of each rank.
     """
     return "\n".join(["no rank can go on:", *(f"  rank {rank} {state}" for rank, state in enumerate(states))])

@@ -1,4 +1,4 @@
-"""`assert_matches_single_device`: compare a model on sharded inputs with the same model on plain ones."""
+"""`assert_matches_single_device`: compares a model on sharded inputs with the same model on plain ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_matches_single_device(
     atol: float | None = None,
     max_graphs: int = 1,
 ) -> None:
-    """Compare a model on sharded inputs with the same model on plain tensors. Call this on every rank.
+    """Compares a model on sharded inputs with the same model on plain tensors. Call this on every rank.
 
         @pytest.mark.ranks(3)
         def test_model():
@@ -52,31 +52,31 @@ def assert_matches_single_device(
                 model, [x, y], [Shard(0), Shard(0)], steps=3, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)
             )
 
-    Every rank runs the model on full tensors, as one process would. Then it runs the model on sharded tensors, eagerly
-    and compiled with ``fullgraph=True``. Each run has its own copy of the module, on the device of the mesh. In every
-    step this compares:
+    Every rank runs the model on full tensors, as a single process would. Then the ranks run the model on sharded
+    tensors, eagerly and compiled with ``fullgraph=True``. Each run has its own copy of the module, on the device of the
+    mesh. In every step this compares:
 
     * the results, which may be any pytree: values, dtypes, global shapes;
-    * the gradients of inputs and parameters. They are of a weighted sum of the results, or of the result itself if it
-      is one scalar;
+    * the gradients of inputs and parameters. The loss is a weighted sum of the results, or the result itself if it is
+      one scalar;
     * parameters and buffers after the optimizer's step.
 
-    The compiled run must have one graph. `torch.compile` drops all earlier code. Random numbers start from the same
-    seed in every run, but sharded tensors get other random values than plain ones, so switch dropout off.
+    The compiled run must have one graph. All earlier compiled code is dropped. Every run starts from the same random
+    seed, but sharded tensors get other random values than plain ones, so switch dropout off.
 
     Args:
         module_or_fn: a module with plain parameters, which is copied for each run, or a function of tensors.
-        inputs: full values, the same on every rank; a mapping passes them by name. Other values than tensors are passed
-            as they are.
+        inputs: full values, the same on every rank; a mapping passes them by name. Values that are no tensors are
+            passed unchanged.
         placements: for each input one placement for each mesh dim, or a single one if there is one mesh dim. None
             leaves an input plain.
         sharding_shapes: for each input the shard sizes by mesh dim, or None. By default sizes are uneven and change
-            with each step, so that several steps also check that one graph serves all partitions. 7 rows on 3 ranks
-            are sharded into 1, 6 and 0; then 0, 1 and 6; 3, 3 and 1; 5, 0 and 2
+            with each step, so that several steps also check that one graph serves all partitions. The shard sizes of
+            7 rows on 3 ranks are 1, 6 and 0; then 0, 1 and 6; 3, 3 and 1; 5, 0 and 2
             (`shardcompile.testing.arrange.uneven_sizes`).
         mesh: a mesh over all ranks; by default of one dim, and of GPUs if the process group has NCCL.
-        parallelize: takes each copy for sharded inputs, and the mesh, and shards the parameters. It must keep their
-            names.
+        parallelize: takes the copy of the module for sharded inputs, and the mesh, and shards the parameters. It must
+            keep their names.
         compiled: whether to compile at all.
         backend: a backend of `torch.compile`, or several.
         options: options of `torch.compile`, for backends that are strings.
@@ -85,14 +85,14 @@ def assert_matches_single_device(
         steps: the number of steps on the same values.
         optimizer: makes an optimizer for the parameters; by default SGD with a learning rate of 0.01.
         rtol: the relative tolerance; by default `torch.testing.assert_close`'s for each dtype, which is tight for
-            float64. Sums over ranks add in another order than in one process, so float32 may need more.
-        atol: the absolute tolerance; its default is the same function's.
-        max_graphs: the most graphs of a compiled run.
+            float64. Reductions over ranks add in another order than a single process, so float32 may need more.
+        atol: the absolute tolerance; by default also that of `torch.testing.assert_close`.
+        max_graphs: the most graphs that a compiled run may have.
 
     Raises:
-        AssertionError: on every rank, if something differs. It names the run, the step, the value, the rank, the size
-            of the difference and the place in the global tensor. A failed rank raises it even if the others are stuck
-            in a collective.
+        AssertionError: on every rank, if something differs. The message has the run, the step, the value, the rank,
+            the difference and its index in the global tensor. A failed rank raises it even if the others are stuck in
+            a collective.
         ValueError: on every rank: the arguments do not fit together, inputs or parameters differ between ranks, or the
             run on plain tensors fails.
     """
@@ -117,7 +117,7 @@ def assert_matches_single_device(
 
 
 class _Check:
-    """The comparison of runs with the expected values.
+    """Compares runs on sharded inputs with the expected values.
 
     Args:
         module_or_fn: the user's module or function.
@@ -139,7 +139,7 @@ class _Check:
         self._expected, self._allowed = expected, allowed
 
     def run(self, name: str, wrap: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-        """Run all steps on sharded inputs, and compare after each."""
+        """Runs all steps on sharded inputs, and compares after each step."""
         with _seed():
             mesh = self._arguments.mesh
             subject = together(name, lambda: Subject(self._module_or_fn, self._plan, mesh, sharded=True))
@@ -163,7 +163,7 @@ class _Check:
             raise CheckFailed(found)
 
     def run_compiled(self, backend: Backend, options: Mapping[str, Any] | None, max_graphs: int) -> None:
-        """Run all steps with `torch.compile`, and count the graphs."""
+        """Runs all steps with `torch.compile`, and counts the graphs."""
         once(torch.compiler.reset)
         name = f"compiled with {backend if isinstance(backend, str) else getattr(backend, '__name__', backend)}"
         stated = None if options is None else dict(options)
@@ -237,7 +237,7 @@ def _on_plain_tensors(
 
 @contextlib.contextmanager
 def _seed() -> Iterator[None]:
-    """Inside the context, random numbers start from a fixed seed. After it they go on as if none had been drawn."""
+    """Seeds the random number generators inside the context, and restores their state afterwards."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(0)
         yield

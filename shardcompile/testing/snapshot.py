@@ -1,4 +1,4 @@
-"""Golden snapshots and budgets for the communication of compiled functions."""
+"""`assert_graph`: golden snapshots and budgets for the communication of compiled functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardcompile.inspect.text import plural, reason_of
 from shardcompile.units import in_seconds
 
 UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"
-"""The environment variable that accepts new snapshots. Its value is a folder for notes about inline snapshots."""
+"""The environment variable that accepts new snapshots. Its value is a folder for the new texts of inline snapshots."""
 
 
 def assert_graph(
@@ -33,22 +33,22 @@ def assert_graph(
     no_gather_of: Collection[str] = (),
     **options: Any,
 ) -> Report:
-    """Assert what a compiled function communicates, forward and backward.
+    """Asserts what a compiled function communicates, forward and backward.
 
         @pytest.mark.ranks(4)
         def test_communication():
             assert_graph(model, x, snapshot="model-4", max_bytes=2**20, no_gather_of=["aten.sort"])
 
     A snapshot is a text of what this library decides. It has the number of graphs and the bytes of all collectives. For
-    each collective, in order, it has kind, dtype, global bytes and ranks; how many traced collectives it replaces, and
-    their redistributions; and the large kernels between its start and its wait. It contains no names of nodes, no
-    times, and nothing about the machine or the version of torch. ``pytest --update-snapshots`` writes new snapshots,
-    and `git diff` shows the changes.
+    each collective, in order, it has kind, dtype, global bytes and ranks; the number of traced collectives that it
+    replaces, and their redistributions; and the large kernels between its start and its wait. It contains no names of
+    nodes, no times, and nothing about the machine or the version of torch. ``pytest --update-snapshots`` writes new
+    snapshots, and `git diff` shows the changes.
 
     Args:
         fn: a function or module, or a finished report.
         args: the arguments of the function.
-        snapshot: the name of a file ``snapshots/<name>.txt`` beside the test. Use one name for each number of ranks.
+        snapshot: the name of a file ``snapshots/<name>.txt`` next to the test. Use one name for each world size.
         expected: the snapshot itself, as a literal in the call. Indentation does not matter.
         max_bytes: the budget for the global bytes of all issued collectives.
         max_collectives: the budget for issued collectives.
@@ -61,7 +61,8 @@ def assert_graph(
         The report, for more assertions.
 
     Raises:
-        AssertionError: the snapshot differs, or a budget is exceeded. It names each collective and its source line.
+        AssertionError: the snapshot differs, or a budget is exceeded. The message has the collectives and
+            their source lines.
     """
     __tracebackhide__ = True  # pytest shows the message and the test, not this function
     report = fn if isinstance(fn, Report) else explain(fn, *args, **options)
@@ -79,7 +80,7 @@ def assert_graph(
 
 
 def snapshot_of(report: Report) -> str:
-    """The snapshot of a report, see `assert_graph`."""
+    """Returns the snapshot of a report, see `assert_graph`."""
     graphs = dict(report.named_graphs())
     head = f"{plural(len(graphs), 'graph')}, {plural(len(report.issued), 'collective')}, {report.total_bytes} B"
     breaks = [f"graph breaks: {len(report.graph_breaks)}"] if report.graph_breaks else []
@@ -132,14 +133,14 @@ def _over_budget(
             f"is waited for:\n{_name(waits, report)}"
         )
     for text in no_gather_of:
-        gathers = [c for c in report.traced if c.kind.startswith("all_gather") and _is_of(c, text)]
+        gathers = [c for c in report.traced if c.kind.startswith("all_gather") and _matches(c, text)]
         if gathers:
             named = (f"  {c.kind} {c.global_bytes} B, {reason_of(c)}, {c.source}" for c in gathers)
             yield "\n".join([f"there are all-gathers of {text!r}:", *named])
 
 
-def _is_of(c: TracedCollective, text: str) -> bool:
-    return any(text in place for place in (c.gathered_for, c.op, c.module, c.source))
+def _matches(c: TracedCollective, text: str) -> bool:
+    return any(text in origin for origin in (c.gathered_for, c.op, c.module, c.source))
 
 
 def _name(collectives: Sequence[IssuedCollective], report: Report, most: int = 8) -> str:
@@ -189,7 +190,7 @@ def _difference(expected: str, found: str, place: str, report: Report) -> list[s
 
 
 def _places(report: Report) -> dict[str, str]:
-    """For each line of the snapshot, the source line of its collective."""
+    """Maps each line of the snapshot to the source line of its collective."""
     places: dict[str, str] = {}
     for graph in report.graphs:
         for line, c in zip(_lines(graph), graph.issued, strict=True):

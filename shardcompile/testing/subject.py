@@ -1,4 +1,4 @@
-"""One run of a check: a copy of the module, and its steps."""
+"""The runner of `assert_matches_single_device`: a copy of the module, and its steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shardcompile.testing.trial import (
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts of a step.
+    """What a step consists of.
 
     Attributes:
         backward: whether it has a backward pass and, if there are parameters, an optimizer's step.
-        optimizer: makes the optimizer; None for SGD.
+        optimizer: makes the optimizer; None for SGD with a learning rate of 0.01.
         parallelize: shards the parameters of a copy of the module over the mesh.
     """
 
@@ -44,7 +44,7 @@ class Subject:
     Args:
         module_or_fn: the user's module or function.
         plan: the parts of a step.
-        mesh: the mesh, whose device is used.
+        mesh: the mesh. The module is copied to its device.
         sharded: whether to shard parameters as the plan says.
 
     Attributes:
@@ -68,31 +68,31 @@ class Subject:
                 self._optimizer = (plan.optimizer or _sgd)(trainable)
 
     def forward(self, args: list[object], kwargs: dict[str, object]) -> dict[str, object]:
-        """Begin a step.
+        """Starts a step with the forward pass.
 
         Returns:
             The results, by name.
 
         Raises:
-            CheckFailed: a shard does not fit its layout.
+            CheckFailed: a local shard does not match its layout.
         """
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         self._inputs = {f"input {k!r}": v for k, v in [*enumerate(args), *kwargs.items()]}
-        # Without a backward pass the step needs no gradients, and so has one graph.
+        # Without a backward pass the step runs without gradients, so that it has one graph.
         with torch.set_grad_enabled(self._plan.backward):
             self._results = _named_results(self.call(*args, **kwargs))
         _check_shards({name: shard_problems(v) for name, v in self._results.items()})
         return self._results
 
     def learn(self) -> dict[str, object]:
-        """Run the backward pass and the optimizer's step.
+        """Runs the backward pass and the optimizer's step.
 
         Returns:
             The gradients, parameters and buffers, by name.
 
         Raises:
-            CheckFailed: no result requires a gradient, or a shard does not fit its layout.
+            CheckFailed: no result requires a gradient, or a local shard does not match its layout.
         """
         if self._plan.backward and not go_backward(list(self._results.values()), "results"):
             raise CheckFailed([Failure("no result requires a gradient (backward=False leaves gradients out)")])
@@ -105,7 +105,7 @@ class Subject:
         return self._learnt
 
     def gather(self) -> dict[str, Any]:
-        """Copies of all values of this step, as full tensors."""
+        """Gathers copies of all values of this step as full tensors."""
         return {name: _keep(full_value(detach(v))) for name, v in (self._results | self._learnt).items()}
 
     def _leaves(self) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class Subject:
 
 
 def same_on_every_rank(named: Mapping[str, object]) -> str:
-    """The facts about values on which ranks must agree before they can gather them."""
+    """Describes the properties of values that must be rank-invariant before the ranks can gather them."""
     return "\n".join(f"{name}: {describe_value(v)}" for name, v in named.items())
 
 
@@ -143,7 +143,7 @@ def _named_results(result: object) -> dict[str, object]:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """``output``, ``output 'loss'``, ``output 0`` or, further down, ``output[0]['loss']``."""
+    """Names a leaf: ``output``, ``output 'loss'``, ``output 0`` or, if nested deeper, ``output[0]['loss']``."""
     if len(path) == 1 and (key := getattr(path[0], "key", getattr(path[0], "idx", None))) is not None:
         return f"output {key!r}"
     return f"output{keystr(path)}"

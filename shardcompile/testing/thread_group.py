@@ -1,4 +1,4 @@
-"""The process group of ranks that are threads of one process, which communicates through memory."""
+"""The process group of in-process ranks, which are threads and communicate through memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardcompile.compat import one_process as rank_state
 from shardcompile.dispatch.foreign import collective_refusal
 from shardcompile.tensor.core import ShardTensor
 from shardcompile.testing import rendezvous
-from shardcompile.testing.rendezvous import Meeting, MeetingError, Message, Part, Room
-from shardcompile.testing.scheduler import Turns
+from shardcompile.testing.rendezvous import Message, Part, Rendezvous, RendezvousError, Room
+from shardcompile.testing.scheduler import ThreadScheduler
 
 _REDUCED = {
     torch.float32,
@@ -42,48 +42,48 @@ _REDUCED = {
 
 
 class ThreadWork(Work):
-    """A collective, or a message, that has started."""
+    """The `Work` of a collective or a message that has started."""
 
-    def __init__(self, group: ThreadGroup, event: Meeting | Message, what: Callable[[], str]) -> None:
+    def __init__(self, group: ThreadGroup, event: Rendezvous | Message, what: Callable[[], str]) -> None:
         super().__init__()
         self._group, self._event, self._what = group, event, what
 
     def wait(self, timeout: object = None) -> bool:
-        """Let other ranks run until it is complete.
+        """Lets other ranks run until it is complete.
 
         Raises:
-            MeetingError: it can never be complete.
+            RendezvousError: it can never be complete.
             RanksWaitError: no rank can go on.
         """
-        self._group.turns.wait(self._group.global_rank, self._event.ended, self._what)
+        self._group.scheduler.wait(self._group.global_rank, self._event.ended, self._what)
         if self._event.error is not None:
-            raise MeetingError(self._event.error)
+            raise RendezvousError(self._event.error)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is complete."""
+        """Returns whether it is complete."""
         return self._event.ended()
 
     def is_success(self) -> bool:
-        """Whether it is complete, and without an error."""
+        """Returns whether it is complete, without an error."""
         return self._event.done
 
     def synchronize(self) -> None:
-        """Do the same as `wait`."""
+        """Does the same as `wait`."""
         self.wait()
 
 
 _Base: Any = ProcessGroup
-"""Any class for type checkers, since the signatures and overloads of its methods differ between versions of torch."""
+"""`Any` for type checkers, since the signatures and overloads of its methods differ between versions of torch."""
 
 
 class ThreadGroup(_Base):  # type: ignore[misc]
-    """A process group of threads, as its member `rank` sees it.
+    """A process group of in-process ranks, as its member `rank` sees it.
 
     Args:
-        room: the collectives and messages of the group.
+        room: the state that the members of the group share.
         rank: the rank in the group.
-        rooms: the rooms of all groups of the world.
+        rooms: the shared state of all groups of the world.
     """
 
     def __init__(self, room: Room, rank: int, rooms: Rooms) -> None:
@@ -91,9 +91,9 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         self._room, self._rank, self.rooms = room, rank, rooms
 
     @property
-    def turns(self) -> Turns:
-        """The turns of the test that runs."""
-        return self.rooms.turns
+    def scheduler(self) -> ThreadScheduler:
+        """The scheduler of the running test."""
+        return self.rooms.scheduler
 
     @property
     def global_rank(self) -> int:
@@ -101,12 +101,12 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return self._room.ranks[self._rank]
 
     def rank(self) -> int:
-        """The rank in the group. A trace that reads it serves this rank alone."""
+        """Returns the rank in the group. A trace that reads it is valid on this rank only, so the read is noted."""
         rank_state.note_rank_read()
         return self._rank
 
     def size(self) -> int:
-        """The number of members."""
+        """Returns the number of members."""
         return len(self._room.ranks)
 
     @property
@@ -115,13 +115,13 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return self._room.name
 
     def getBackendName(self) -> str:
-        """The name under which the backend is registered."""
+        """Returns the name under which the backend is registered."""
         return BACKENDS[self.rooms.device]
 
     def __repr__(self) -> str:
         return f"ThreadGroup(rank {self._rank} of ranks {', '.join(map(str, self._room.ranks))})"
 
-    # Collectives. Some have another name in torch 2.11 - 2.12 than in 2.13 - 2.15.
+    # Collectives. Some have another name in torch 2.11 to 2.12 than in 2.13 to 2.15.
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:
         op = rendezvous.op_name(opts.reduceOp) if opts is not None else "SUM"
@@ -216,14 +216,14 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     def _join(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
         self._refuse_other_devices([*part.given, *part.taken])
         _refuse_sharded(part.stated, [*part.given, *part.taken])
-        number, meeting = self._room.join(self._rank, part, run)
+        number, event = self._room.join(self._rank, part, run)
 
         def what() -> str:
-            missing = ", ".join(map(str, self._room.missing(meeting)))
+            missing = ", ".join(map(str, self._room.missing(event)))
             members = ", ".join(map(str, self._room.ranks))
             return f"{part.stated}, number {number} of the group of ranks {members}; missing: {missing}"
 
-        return ThreadWork(self, meeting, what)
+        return ThreadWork(self, event, what)
 
     # Messages
 
@@ -231,27 +231,27 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         self._refuse_other_devices(tensors)
         _refuse_sharded("send", tensors)
         message = self._room.send(self._rank, target, tag, tensors[0])
-        return ThreadWork(self, message, lambda: self._way("to send", tensors[0], target, tag))
+        return ThreadWork(self, message, lambda: self._describe_message("to send", tensors[0], target, tag))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         self._refuse_other_devices(tensors)
         _refuse_sharded("recv", tensors)
         message = self._room.receive(source, self._rank, tag, tensors[0])
-        return ThreadWork(self, message, lambda: self._way("to receive", tensors[0], source, tag))
+        return ThreadWork(self, message, lambda: self._describe_message("to receive", tensors[0], source, tag))
 
-    def _way(self, verb: str, x: Tensor, peer: int, tag: int) -> str:
+    def _describe_message(self, verb: str, x: Tensor, peer: int, tag: int) -> str:
         preposition = "to" if verb == "to send" else "from"
         return f"rank {self._room.ranks[peer]} {rendezvous.describe(verb, x)} {preposition} it (tag {tag})"
 
     def _refuse_other_devices(self, tensors: Sequence[Tensor]) -> None:
-        """Raise if a tensor is on another device. The CPU is always allowed: torch sends Python objects from there.
+        """Raises if a tensor is on another device. CPU tensors are always allowed: torch sends Python objects in them.
 
         Ranks of device "cpu" could not run a backward pass on GPUs, since torch runs it in another thread.
         """
         device = self.rooms.device
         other = next((t.device for t in tensors if t.device.type not in ("cpu", device)), None)
         if other is not None:
-            raise MeetingError(
+            raise RendezvousError(
                 f"these ranks in one process exchange tensors on devices of type {device!r}, not on {other}. For GPUs "
                 "use LocalRanks(n, processes=False, device='cuda'), or ranks that are processes: LocalRanks(n), or "
                 "@pytest.mark.ranks(...) without processes=False"
@@ -265,31 +265,31 @@ def _last(works: Sequence[Work]) -> Work:
 
 
 def _refuse_sharded(stated: str, tensors: Sequence[Tensor]) -> None:
-    """Raise the error that a collective of another group raises through the dispatch of its op."""
+    """Raises the error that collectives of other groups raise through the dispatch of their ops."""
     for x in tensors:
         if isinstance(x, ShardTensor):
             raise collective_refusal(stated, x.sharding)
 
 
 def _refuse_reduction(tensors: Sequence[Tensor]) -> None:
-    """Raise gloo's error for dtypes that it does not reduce."""
+    """Raises gloo's error for dtypes that gloo does not reduce."""
     if any(t.dtype not in _REDUCED for t in tensors):
         raise RuntimeError("Invalid scalar type")
 
 
 BACKENDS = {"cpu": "one_process", "cuda": "one_process_of_gpus"}
-"""The names of these backends in `torch.distributed`, by the type of the tensors' devices."""
+"""The names of the in-process backends in `torch.distributed`, by device type."""
 
 
 class _OnGpus(Transport):
-    """The transport of messages between ranks in one process, for tensors on GPUs."""
+    """The transport between in-process ranks for tensors on GPUs."""
 
     name = BACKENDS["cuda"]
     device = "cuda"
 
 
 class Rooms:
-    """The rooms of all groups of a process.
+    """The shared state (`Room`) of all process groups of a process.
 
     Args:
         world_size: the number of ranks.
@@ -299,10 +299,10 @@ class Rooms:
     def __init__(self, world_size: int, device: str) -> None:
         self._world_size, self.device = world_size, device
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
-        self.turns = Turns(0)
+        self.scheduler = ThreadScheduler(0)
 
     def group(self, name: str, ranks: Sequence[int], rank: int) -> ThreadGroup:
-        """A group, as one of its members sees it.
+        """Makes a group, as one of its members sees it.
 
         Args:
             name: the name of the group, the same on all members.
@@ -314,13 +314,13 @@ class Rooms:
         return ThreadGroup(room, rank, self)
 
     def forget(self) -> None:
-        """Drop collectives and messages that have not ended."""
+        """Drops pending collectives and messages."""
         for room in self._rooms.values():
             room.clear()
 
 
 def create_group(options: Any, _: object) -> ThreadGroup:
-    """Make a group of this backend. `torch.distributed` calls this in a rank's thread."""
+    """Makes a group of this backend. `torch.distributed` calls this in a rank's thread."""
     rooms = rank_state.here().rooms
     return rooms.group(options.group_id, options.global_ranks_in_group, options.group_rank)
 

@@ -1,4 +1,4 @@
-"""A run of a function on sharded or plain inputs, forward and backward."""
+"""One run of a function on sharded or plain inputs, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Outcome:
 
     Attributes:
         values: the leaves of the result, as full values.
-        structure: the structure of the result.
-        gradients: the gradients of the inputs, as full values; None for an input without one.
-        problems: faults that do not depend on the values, such as a shard that does not fit its layout.
+        structure: the tree structure of the result.
+        gradients: the gradients of the inputs, as full values; None for an input without a gradient.
+        problems: faults other than wrong values, such as a local shard that does not match its layout.
     """
 
     values: list[Any]
@@ -39,9 +39,9 @@ class Trial:
     """A run after its forward pass.
 
     Attributes:
-        inputs: the leaves of the autograd graph.
+        inputs: the inputs, which are leaves of the autograd graph.
         values: the leaves of the result.
-        structure: the structure of the result.
+        structure: the tree structure of the result.
     """
 
     inputs: Sequence[Tensor]
@@ -50,24 +50,24 @@ class Trial:
 
     @staticmethod
     def forward(run: Callable[..., object], inputs: Sequence[Tensor]) -> Trial:
-        """Call a function with inputs, of which some require gradients."""
+        """Calls a function with inputs, some of which require gradients."""
         return Trial(inputs, *tree_flatten(run(*inputs)))
 
     @property
     def layouts(self) -> str:
-        """The layouts of the results. They must be the same on every rank before ranks can gather the results."""
+        """The layouts of the results. They must be rank-invariant before the ranks can gather the results."""
         return "\n".join(map(describe_value, self.values))
 
     @property
     def problems(self) -> list[str]:
-        """The faults of the results that do not depend on values."""
+        """The faults of the results other than wrong values."""
         return [p for v in self.values for p in shard_problems(v)]
 
     def backward(self, name: str) -> Trial:
-        """Run the backward pass.
+        """Runs the backward pass.
 
         Args:
-            name: the seed for the weights of the results.
+            name: seeds the weights of the results.
         """
         go_backward(self.values, name)
         return self
@@ -78,7 +78,7 @@ class Trial:
         return "\n".join(describe_value(x.grad) for x in self.inputs)
 
     def outcome(self) -> Outcome:
-        """Gather all values and gradients."""
+        """Gathers all values and gradients."""
         problems = self.problems
         for n, x in enumerate(self.inputs):
             problems += [f"gradient of input {n}: {p}" for p in gradient_problems(x)]
@@ -87,31 +87,31 @@ class Trial:
 
 
 def full_value(x: object) -> Any:
-    """The full value of a sharded tensor; anything else as it is."""
+    """Returns the full tensor of a sharded tensor, and anything else unchanged."""
     return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
 def detach(x: object) -> Any:
-    """A tensor without its autograd graph; anything else as it is."""
+    """Detaches a tensor, and returns anything else unchanged."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
 def describe_value(x: object) -> str:
-    """The facts about a result that must be the same on every rank before ranks can gather it."""
+    """Describes the properties of a result that must be rank-invariant before the ranks can gather it."""
     if isinstance(x, ShardTensor):
         return x.sharding.describe()
     return f"plain {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def largest_share(x: object) -> float:
-    """How many times that of an even division the largest shard is, along the dim where that is most."""
+    """Returns the size of the largest shard over its size in an even partition, for the most uneven dim."""
     partitions = x.sharding.partitions if isinstance(x, ShardTensor) else []
     sizes = [partition.sizes for partition in partitions if partition is not None and any(partition.sizes)]
     return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
 
 
 def shard_problems(x: object) -> list[str]:
-    """How a sharded tensor's shard does not fit its layout, or what it tells of it; empty if it fits."""
+    """Returns the ways in which a local shard, or what the tensor reports, contradicts its layout; empty if none."""
     if not isinstance(x, ShardTensor):
         return []
     layout, local = x._spec.layout, x._local_tensor
@@ -121,11 +121,11 @@ def shard_problems(x: object) -> list[str]:
         problems.append(f"the shard is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
     if isinstance(local, ShardTensor):
         problems.append("the shard is a sharded tensor itself")
-    return problems + _differing_answers(x)
+    return problems + _contradictions(x)
 
 
-class _Sent(CollectiveWatch):
-    """The names of collectives."""
+class _CollectiveNames(CollectiveWatch):
+    """Records the names of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,39 +135,39 @@ class _Sent(CollectiveWatch):
         self.names.append(name)
 
 
-def _differing_answers(x: ShardTensor) -> list[str]:
-    """How `repr`, `sharding`, `placements` and `to_local` tell of different layouts; empty if they do not."""
+def _contradictions(x: ShardTensor) -> list[str]:
+    """Returns how `repr`, `sharding`, `placements` and `to_local` contradict one another; empty if they agree."""
     layout, text = x.sharding, repr(x)
     problems = []
     if x.placements != layout.placements or layout.describe() not in text:
         problems.append(f"its sharding is {layout.describe()}, its placements are {x.placements}, its text is {text}")
     if layout.is_partial:
         return problems
-    with torch.no_grad(), _Sent() as sent:
+    with torch.no_grad(), _CollectiveNames() as watch:
         local = x.to_local()
     if tuple(local.shape) != layout.local_shape(layout.mesh.get_coordinate()):
         problems.append(f"to_local() has shape {tuple(local.shape)}, its sharding is {layout.describe()}")
-    if sent.names and "in segments" not in text:
-        problems.append(f"to_local() of {text} runs {', '.join(sent.names)}")
+    if watch.names and "in segments" not in text:
+        problems.append(f"to_local() of {text} runs {', '.join(watch.names)}")
     return problems
 
 
 def gradient_problems(x: Tensor) -> list[str]:
-    """The faults of a leaf's gradient that do not depend on values."""
+    """Returns the faults of a leaf's gradient other than wrong values."""
     if isinstance(x.grad, ShardTensor) and not isinstance(x, ShardTensor):
         return [f"it is sharded, of a plain tensor: {x.grad.sharding.describe()}"]
     return shard_problems(x.grad)
 
 
 def go_backward(values: Sequence[object], name: str) -> bool:
-    """Run the backward pass of a weighted sum of all results, or of the result itself if it is one scalar.
+    """Runs the backward pass of a weighted sum of all results, or of the result itself if it is one scalar.
 
     Args:
         values: the leaves of a result.
-        name: the seed for the weights, the same on every rank.
+        name: seeds the weights; the same on every rank.
 
     Returns:
-        Whether some result requires a gradient.
+        Whether any result requires a gradient.
     """
     outputs = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
     if not outputs:
@@ -187,7 +187,7 @@ def go_backward(values: Sequence[object], name: str) -> bool:
 
 
 def differences(got: Outcome, want: Outcome, allowed: Tolerances) -> list[tuple[str, str]]:
-    """All differences of two outcomes: the name of the value, and the difference in words.
+    """Returns all differences between two outcomes, each as the name of a value and a description.
 
     Args:
         got: the outcome of the sharded run.

@@ -1,4 +1,4 @@
-"""Watch the collectives of eager ops on sharded tensors."""
+"""Observes the collectives that run, also those inside ops on sharded tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shardcompile.tensor import ShardTensor
 
 
 def _names(wanted: Callable[[Descriptor[Any]], bool]) -> frozenset[str]:
-    """The names of the ops of some collectives."""
+    """Returns the names of the ops of the wanted collectives."""
     return frozenset(op.name() for d in descriptors() if wanted(d) for op in d.overloads)
 
 
-_SENDING = _names(lambda d: d.communicates)
-"""The ops that send something. Other ops of our namespace are kernels for a shard, or compute partitions."""
+_COMMUNICATES = _names(lambda d: d.communicates)
+"""The ops that communicate. Other ops of our namespace are kernels for a local shard, or compute partitions."""
 
-_EXCHANGES = _names(lambda d: d.communicates and d.moves_rows)
-"""The ops that send rows from one rank to others."""
+_MOVES_ROWS = _names(lambda d: d.communicates and d.moves_rows)
+"""The ops that move rows between ranks."""
 
 
 class CollectiveWatch(TorchDispatchMode):
-    """Sees every collective on plain tensors, also those inside ops on sharded tensors."""
+    """A dispatch mode that sees every collective on plain tensors, also those inside ops on sharded tensors."""
 
-    supports_higher_order_operators = True  # compiled code has them around ops with effects, such as checks
+    supports_higher_order_operators = True  # compiled code wraps ops with effects, such as checks, in them
 
     def saw(self, name: str, x: object, out: object) -> None:
         """Called after each collective.
@@ -42,7 +42,7 @@ class CollectiveWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Ignore what torch's compiler runs, but see what compiled code runs."""
+        """Returns True: the mode ignores ops that torch's compiler runs, but sees those of compiled code."""
         return True
 
     def __torch_dispatch__(
@@ -53,18 +53,18 @@ class CollectiveWatch(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if any(issubclass(t, ShardTensor) for t in types):
-            return NotImplemented  # its ops on local shards come back here
+            return NotImplemented  # its ops on local shards reach this mode again
         out = op(*args, **(kwargs or {}))
-        if op.name() in _SENDING:
+        if op.name() in _COMMUNICATES:
             self.saw(op.name(), args[0], out)
         return out
 
 
 class ServiceWatch(CollectiveWatch):
-    """Finds out how an op was served.
+    """Classifies how an op was served, by the collectives that it runs.
 
     Args:
-        whole: the number of elements of the smallest sharded input.
+        whole: the number of elements of the smallest sharded input. An all-gather of as many counts as a gather of it.
 
     Attributes:
         nbytes: the bytes of this rank's payloads.
@@ -72,7 +72,7 @@ class ServiceWatch(CollectiveWatch):
 
     def __init__(self, whole: int) -> None:
         super().__init__()
-        self._whole = whole
+        self._full_numel = whole
         self._names: set[str] = set()
         self._gathers = False
         self.nbytes = 0
@@ -80,20 +80,20 @@ class ServiceWatch(CollectiveWatch):
     def saw(self, name: str, x: object, out: Any) -> None:
         self._names.add(name)
         self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
-        self._gathers |= name.partition("::")[2].startswith("all_gather") and out.numel() >= self._whole
+        self._gathers |= name.partition("::")[2].startswith("all_gather") and out.numel() >= self._full_numel
 
     def how(self) -> str:
-        """One of `SERVICES`.
+        """Returns one of `SERVICES`.
 
-        ``gathered``: every rank got a whole input. ``exchanged``: rows moved between ranks, but no input became whole.
-        ``reduced``: ranks sent only terms of reductions. ``local``: ranks sent nothing.
+        ``gathered``: an input was replicated. ``exchanged``: rows moved between ranks, but no input was replicated.
+        ``reduced``: ranks communicated only for reductions. ``local``: ranks did not communicate.
         """
         if self._gathers:
             return "gathered"
-        if self._names & _EXCHANGES:
+        if self._names & _MOVES_ROWS:
             return "exchanged"
         return "reduced" if self._names else "local"
 
 
 SERVICES = ("local", "reduced", "exchanged", "gathered")
-"""The ways in which an op can be served, see `ServiceWatch.how`."""
+"""The classes of communication of an op, see `ServiceWatch.how`."""

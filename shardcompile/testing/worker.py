@@ -1,4 +1,4 @@
-"""A rank: a process that runs test functions until pytest closes the connection."""
+"""The main loop of a rank: a process that runs test functions until pytest closes the connection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 
 
 def main(connection_fd: int) -> NoReturn:
-    """Serve tests until told to leave, or until pytest goes away."""
+    """Serves tests until pytest sends `Request.LEAVE` or ends."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # pytest asks a hung rank for its stack
     os.set_inheritable(connection_fd, False)
@@ -79,7 +79,7 @@ class _Serve:
 
 
 def _listen(connection: Connection[object, object]) -> queue.SimpleQueue[object]:
-    """Receive messages in a thread, which notices the end of pytest even while a test runs."""
+    """Receives messages in a thread, which notices the end of pytest even while a test runs."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -95,7 +95,7 @@ def _listen(connection: Connection[object, object]) -> queue.SimpleQueue[object]
 
 def _die() -> NoReturn:
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # with the processes that the test started
+        os.killpg(0, signal.SIGKILL)  # including the processes that the test started
     os._exit(1)
 
 
@@ -123,7 +123,7 @@ def _run(test: RunTest | RunFunction, config: pytest.Config) -> Outcome:
         return Outcome(Kind.SKIPPED, skipped.msg or "")
     except pytest.xfail.Exception as xfailed:
         return Outcome(Kind.XFAILED, xfailed.msg or "")
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt, since the rank must outlive its test
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, since the rank must survive its test
         return _failure(error)
     finally:
         _flush()
@@ -144,7 +144,7 @@ def _call(test: RunTest, config: pytest.Config) -> None:
     function = _find(test, config)
     arguments = {name: pickle.loads(value) for name, value in test.arguments.items()}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # The fixture of this name patches pytest's process. Here it must patch this process, and undo it.
+        # The fixture `monkeypatch` patches pytest's process. The test's one must patch this process, and undo it.
         replaced = {name: monkeypatch for name, value in arguments.items() if isinstance(value, pytest.MonkeyPatch)}
         function(**(arguments | replaced))
 
@@ -193,4 +193,4 @@ def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what C code printed
+    ctypes.CDLL(None).fflush(None)  # the output of C code

@@ -70,9 +70,9 @@ def _advice(module: nn.Module, second: Tensor, sizes: Sequence[int] | None) -> l
 
 def test_a_plain_lookup() -> None:
     numbers = torch.arange(12).expand(2, -1)
-    (found,) = [text for text in _advice(Places(), numbers, None) if "a tensor is whole there" in text]
+    (found,) = [text for text in _advice(Places(), numbers, None) if "a tensor is replicated there" in text]
     assert "self.mix(x + self.places(numbers))" in found and "384 B" in found
-    assert not [text for text in _advice(Places(), numbers, [5, 4, 3]) if "a tensor is whole there" in text]
+    assert not [text for text in _advice(Places(), numbers, [5, 4, 3]) if "a tensor is replicated there" in text]
 
 
 def test_two_partitions() -> None:
@@ -93,4 +93,4 @@ def test_rows_written_into_a_plain_tensor(learned: bool) -> None:
     (found,) = [text for text in explained(False) if "written into a plain tensor" in text]
     assert "out[step] = self.mix(x[step])" in found and "384 B" in found
     assert not [text for text in explained(False) if "runs on full tensors" in text]
-    assert not [text for text in explained(True) if "plain tensor" in text or "is whole there" in text]
+    assert not [text for text in explained(True) if "plain tensor" in text or "is replicated there" in text]

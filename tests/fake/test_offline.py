@@ -243,7 +243,7 @@ def test_shard_sizes_must_be_stated() -> None:
     def build(mesh: DeviceMesh) -> Any:
         return MLP(), (sc.ShardTensor.from_local(torch.randn(3, CHANNELS), mesh, [Shard(0)]),)
 
-    with pytest.raises(OfflineError, match=r"state the all shard sizes"):
+    with pytest.raises(OfflineError, match=r"state all shard sizes"):
         trace_offline(build, world_size=4, device="cpu")
 
 

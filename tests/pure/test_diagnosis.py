@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardcompile.diagnosis.deadlock import verdict
+from shardcompile.diagnosis.deadlock import diagnose
 from shardcompile.diagnosis.main_thread import tell_main_thread
 from shardcompile.diagnosis.queued import Queued
 from shardcompile.diagnosis.states import State, Stay, key_of, members_of
@@ -68,12 +68,12 @@ def elsewhere(number: int, seconds: float) -> State:
     ],
 )
 def test_ranks_that_may_go_on(states: dict[int, State]) -> None:
-    assert verdict(states, {}) is None
+    assert diagnose(states, {}) is None
 
 
 def test_collectives_that_differ() -> None:
     states = {0: at(3, seconds=2.0), 1: at(3, seconds=2.0), 2: at(3, tag=8)}
-    text = verdict(states, {})
+    text = diagnose(states, {})
     assert text is not None
     assert re.search(
         r"ranks 0 and 2 differ in collective number 3 of the group of ranks 0, 1, 2: rank 0 has all_ga", text
@@ -84,25 +84,25 @@ def test_collectives_that_differ() -> None:
 def test_the_first_collective_that_differs_is_named() -> None:
     one, other = at(5, tag=1), at(6, tag=2)
     other.recent[WORLD][1] = (2, 9, "all_reduce")
-    assert "collective number 2 of" in str(verdict({0: one, 1: other}, {}))
+    assert "collective number 2 of" in str(diagnose({0: one, 1: other}, {}))
 
 
 def test_a_rank_that_died_is_named_where_it_is_waited_for() -> None:
     states = {0: at(3, seconds=2.5), 1: at(3, seconds=2.5), 2: at(2)}
     assert "rank 2 has died (its last collective there: all_gather_v number 2); rank 0 waits for it in" in str(
-        verdict(states, {2: "has died"})
+        diagnose(states, {2: "has died"})
     )
-    assert verdict({0: at(3), 1: at(3), 2: at(2)}, {2: "has died"}) is None
+    assert diagnose({0: at(3), 1: at(3), 2: at(2)}, {2: "has died"}) is None
 
 
 def test_whoever_is_in_a_collective_of_torchs_may_wait_for_anybody() -> None:
     states = {0: elsewhere(3, 4.0), 1: at(3), 2: at(3, ended="has raised ValueError: x")}
-    assert "rank 2 has raised ValueError: x" in str(verdict(states, {}))
+    assert "rank 2 has raised ValueError: x" in str(diagnose(states, {}))
 
 
 def test_all_wait_for_one_another() -> None:
     states = {0: at(4, seconds=4.0), 1: elsewhere(3, 4.0), 2: at(4, seconds=4.0)}
-    text = str(verdict(states, {}))
+    text = str(diagnose(states, {}))
     assert text.startswith(
         "all ranks wait, and rank 0 for rank 1, which waits elsewhere: rank 0 in all_gather_v number 4"
     )

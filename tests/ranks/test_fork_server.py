@@ -56,7 +56,7 @@ def test_how_a_forked_rank_has_ended_is_told(how: str, told: str) -> None:
         ranks(ends, how)
 
 
-def test_another_environment_is_not_that_of_the_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_is_not_that_of_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules read it when they are imported."""
     with LocalRanks(1) as ranks:
         parent, _, colour = ranks(origin)[0]
@@ -67,7 +67,7 @@ def test_another_environment_is_not_that_of_the_nursery(monkeypatch: pytest.Monk
     assert parent != other_parent
 
 
-def test_ranks_outlive_their_nursery_and_the_next_ones_have_another() -> None:
+def test_ranks_outlive_their_fork_server_and_the_next_ones_have_another() -> None:
     with LocalRanks(2) as ranks:
         before = ranks(origin)
         parent = before[0][0]
@@ -81,7 +81,7 @@ def test_ranks_outlive_their_nursery_and_the_next_ones_have_another() -> None:
 
 
 def test_where_nothing_can_be_forked_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "nursery_for", lambda environment: None)
+    monkeypatch.setattr(process, "fork_server_for", lambda environment: None)
     with LocalRanks(2) as ranks:
         assert {parent for parent, _, _ in ranks(origin)} == {os.getpid()}
         with pytest.raises(RuntimeError, match="rank 1 of 2 died: exit code 7"):
@@ -100,6 +100,6 @@ def test_a_process_with_threads_does_not_fork() -> None:
     assert shown.stdout == "False\n", shown.stderr
 
 
-def test_a_nursery_that_does_not_come_up_forks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_does_not_come_up_forks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_BOOT", "raise SystemExit(1)")
-    assert not fork_server.Nursery(dict(os.environ)).forks
+    assert not fork_server.ForkServer(dict(os.environ)).forks

@@ -24,7 +24,7 @@ from shardcompile.compat import cuda_graphs, gpu_kernels, patch
 from shardcompile.dispatch import run as running
 from shardcompile.testing import LocalRanks, assert_matches_single_device
 from shardcompile.testing.agreement import RanksFailedError
-from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.rendezvous import RendezvousError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -313,7 +313,7 @@ def test_ranks_of_another_device_are_told_so() -> None:
 
     with (
         LocalRanks(2, processes=False) as ranks,
-        pytest.raises(MeetingError, match="exchange tensors on devices of type 'cpu', not on meta"),
+        pytest.raises(RendezvousError, match="exchange tensors on devices of type 'cpu', not on meta"),
     ):
         ranks(reduce_on_meta)
 

@@ -293,7 +293,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         agreement.together("here", action)
     assert str(raised.value).startswith("here: KeyError: 'a key' on rank 1\n  Traceback"), str(raised.value)
     assert raised.value.in_step == (rank() != 1)
-    late = "ranks 0, 2 did not come here within 0.3 s, and probably wait in a collective for rank 1"
+    late = "ranks 0, 2 did not reach this check within 0.3 s, and probably wait in a collective for rank 1"
     assert (late in str(raised.value)) == (rank() == 1)
     agreement.together("afterwards", lambda: None)
 

@@ -18,7 +18,7 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, rank, world_size
 from shardcompile.testing.arrange import lay_out
-from shardcompile.testing.rendezvous import MeetingError
+from shardcompile.testing.rendezvous import RendezvousError
 from shardcompile.testing.scheduler import RanksWaitError
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -67,7 +67,7 @@ def and_back(of: Case, rows: Tensor, weights: Tensor, ranks: int) -> Tensor:
 
 def step(x: Tensor, destination: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     rows, route = sc.route_rows(x, destination)
-    return rows, route.back(rows.sin() * 2, weights=weights)
+    return rows, route.combine(rows.sin() * 2, weights=weights)
 
 
 def check(run: Any, of: Case, on: DeviceMesh) -> None:
@@ -158,7 +158,7 @@ def test_several_tensors_travel_in_one_exchange() -> None:  # on gloo a message 
 
     def both(x: Any, d: Any, *rest: Any) -> Any:
         *rows, route = sc.route_rows(x, d, *rest)
-        return rows, route.back(rows[0] * 2, rows[1])
+        return rows, route.combine(rows[0] * 2, rows[1])
 
     for run in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
         x = partition(full).requires_grad_()
@@ -209,7 +209,7 @@ def test_a_route_is_kept_and_used_again() -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def layer(x: Any, route: sc.Route) -> Any:
-        return route.back(route.send(x) + 1)
+        return route.combine(route.send(x) + 1)
 
     for route in (sc.route_rows(x, d)[1], found(x, d)):
         assert torch.equal(route.send(x).full_tensor(), full[numbers])
@@ -243,7 +243,7 @@ def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compil
 
     def run(x: Any, d: Any) -> tuple[Any, Any]:
         rows, route = sc.route_rows(x, d)
-        return rows, route.back(rows * 3)
+        return rows, route.combine(rows * 3)
 
     rows, home = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(x, d)
     numbers = there(case([5, 2], destination), 2)[1]
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for bad_x, bad_d, message in (
         (whole, d, r"has none; redistribute it to Shard\(0\)"),
         (x.to_local(), d, "takes sharded tensors"),
-        (x, d.double(), "which are whole numbers"),
+        (x, d.double(), "which are integers"),
         (x, d[:6], "does not belong to the rows"),
         (x, torch.zeros(6, dtype=torch.int64), "does not belong to the rows"),
         (x, d.view(7, 1, 1), r"\[n\] or \[n, k\]"),
@@ -296,9 +296,9 @@ def test_what_does_not_fit_is_refused() -> None:
             sc.route_rows(bad_x, bad_d)
     rows, route = sc.route_rows(x, d)
     with pytest.raises(sc.LayoutError, match="does not have the rows of the route"):
-        route.back(rows[:6])
+        route.combine(rows[:6])
     with pytest.raises(sc.LayoutError, match="weights have the shape of the destinations"):
-        route.back(rows, weights=sc.randn(7, 2, device_mesh=mesh(), placements=[Shard(0)]))
+        route.combine(rows, weights=sc.randn(7, 2, device_mesh=mesh(), placements=[Shard(0)]))
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -310,7 +310,7 @@ def test_another_route_on_one_rank_is_an_error_on_all() -> None:
         counts = route.counts.clone()
         counts[0, 0], counts[0, 2] = 2, 1
         route = route._replace(counts=counts)
-    with pytest.raises((MeetingError, RanksWaitError), match="no rank can go on"):
+    with pytest.raises((RendezvousError, RanksWaitError), match="no rank can go on"):
         route.send(x).full_tensor()
 
 
@@ -345,6 +345,6 @@ def test_a_tensor_says_the_sizes_of_shards(backend: str | None) -> None:
         moved(x, torch.tensor([1, 1, 1]))
     with pytest.raises(sc.ShardError, match=r"must not be negative"):
         moved(x, torch.tensor([8, 8, -1]))
-    for wrong, message in ((torch.tensor([8.0, 7, 0]), "whole numbers"), (torch.tensor([8, 7]), "needs 3 shard")):
+    for wrong, message in ((torch.tensor([8.0, 7, 0]), "integers"), (torch.tensor([8, 7]), "needs 3 shard")):
         with pytest.raises(sc.ShardError, match=message):
             x.redistribute(sharding_shapes={0: wrong})

@@ -13,7 +13,7 @@ from tiers import often
 
 from shardcompile.selftest import Finding, Job, print_table, run_checks
 from shardcompile.selftest.checks import CHECKS
-from shardcompile.selftest.environment import Here
+from shardcompile.selftest.environment import Environment
 
 WITHOUT_THE_PACKAGE = """
 import importlib.metadata as metadata
@@ -68,7 +68,7 @@ def test_the_command_with_ranks_in_one_process_in_a_checkout_that_is_not_install
 
 @pytest.mark.ranks(2, processes=False)
 def test_what_is_wrong_on_one_rank_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(here: Here) -> str:
+    def wrong(here: Environment) -> str:
         assert here.rank != 1, "rows are lost"
         return "never shown"
 

@@ -1,4 +1,4 @@
-"""Offline tracing: graphs of any rank of any world, for CUDA or the CPU, without other processes and without a GPU.
+"""Offline tracing: the graphs of any rank in a fake process group, for CUDA or the CPU, without a GPU.
 
     def build(mesh):
         sizes = [100 + 7 * r for r in range(mesh.size())]

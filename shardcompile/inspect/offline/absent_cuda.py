@@ -1,4 +1,4 @@
-"""A pretended CUDA device, for tracing on a machine without one."""
+"""A fake CUDA device, for tracing on a machine without one."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class OfflineError(ShardError):
 
 @contextlib.contextmanager
 def pretend_cuda() -> Iterator[None]:
-    """Inside the context, fake CUDA tensors work as with one CUDA device. If there is a GPU, this does nothing.
+    """Makes fake CUDA tensors work inside the context, as with one CUDA device. If there is a GPU, this does nothing.
 
     Torch asks about CUDA devices through a library that CPU builds lack, and that fails without a GPU. A few lines of
     C++ answer in its place (see absent_cuda.cpp). They are compiled at their first use, in seconds, and kept in the
     user's cache folder for each version of torch.
 
-    The answers hold for the whole process. ``torch.accelerator.is_available()`` returns True. Attention picks its
-    kernel as on an Ampere GPU or a later one. ``torch.autocast("cuda")`` is on, and ``torch.cuda.current_device()``
+    The fake device is visible in all threads. ``torch.accelerator.is_available()`` returns True. Attention picks its
+    kernel as on an Ampere GPU or a later one. ``torch.autocast("cuda")`` works, and ``torch.cuda.current_device()``
     is 0. But ``torch.cuda.is_available()`` still returns False, and real work on a CUDA device fails as before. After
-    the context, torch answers for itself again.
+    the context the fake device is gone.
 
     Raises:
         OfflineError: there is no C++ compiler, or it fails, or a context in this process is open already.
@@ -56,7 +56,7 @@ def pretend_cuda() -> Iterator[None]:
 
 
 def _start_autograd_engine() -> None:
-    """Have the engine count devices now. At its first use it starts a thread for each, and a pretended one has none."""
+    """Starts the autograd engine, which starts a thread for each device at its first use. The fake one gets none."""
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         torch.ones((), requires_grad=True).clone().backward()
 
@@ -69,7 +69,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _build() -> Path:
-    """The compiled library, from the cache folder if it is there."""
+    """Returns the path of the compiled library, which is compiled if it is not in the cache folder."""
     command = [_compiler(), *_flags()]
     key = hashlib.sha256(repr((torch.__version__, torch.__file__, command, _SOURCE.read_text())).encode()).hexdigest()
     path = _cache_folder() / f"absent_cuda-{key[:16]}.so"

@@ -1,4 +1,4 @@
-"""Trace a function as a rank of a world that does not exist."""
+"""Traces a function as one rank of a fake process group, and runs the passes on its graphs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """The properties of a collective on which all ranks of its group must agree. They alone count in comparisons.
+    """The properties of a collective that must be equal on all ranks of its group. Only these are compared.
 
     Attributes:
         kind: see `shardcompile.passes.graph.collective.KINDS`.
         ranks: the ranks of the group, in the order of the group.
         dtypes: the dtypes of the payloads: one, except for coalesced collectives.
-        global_bytes: the bytes of the tensor that the ranks hold together, or that each of them gets. Symbolic sizes
-            count by their hints, which are the same on every rank.
-        source: the user's line that led to it. It does not count in comparisons.
+        global_bytes: the bytes of the global tensor that the ranks hold together, or that each of them receives.
+            Symbolic sizes count by their hints, which are rank-invariant.
+        source: the line of the program that led to it. It is not compared.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class CollectiveRecord:
 
     @staticmethod
     def of(collective: Collective) -> CollectiveRecord:
-        """The record of a collective. Its process group must exist."""
+        """Makes the record of a collective. Its process group must exist."""
         return CollectiveRecord(
             collective.kind,
             tuple(dist.get_process_group_ranks(compat.process_group(collective.group_name))),
@@ -70,15 +70,15 @@ def _name(ranks: tuple[int, ...]) -> str:
 class OfflineTrace:
     """The graphs of a function on one rank, after the passes.
 
-    The graphs are for reading. Their nodes have fake values, and nothing here can run them. Passes and cost models
-    that ask for a process group need an `offline_world` around them, see `trace_step`.
+    The graphs are for reading: their nodes have fake values, and cannot run. Passes and cost models that need a process
+    group run inside an `offline_world`, see `trace_step`.
 
     Attributes:
         forward: the graph of the forward pass from which Inductor would generate code.
         backward: the same for the backward pass; None without one, or if `backward` was False.
         world_size: the number of ranks.
         rank: the rank that was traced.
-        device: the type of the device that was traced for.
+        device: the device type of the trace.
         forward_collectives: the collectives of the forward pass, in the order of their starts.
         backward_collectives: the collectives of the backward pass, in the order of their starts.
     """
@@ -122,23 +122,22 @@ def trace_offline(
     inductor: bool = True,
     foreign: bool = False,
 ) -> OfflineTrace:
-    """Trace a function for a world and a device that need not exist, and run the passes on its graphs.
+    """Traces a function for a fake process group and a device that need not exist, and runs the passes on its graphs.
 
     This needs neither other ranks nor a GPU, and no memory for tensors. `offline_world` says how it changes the
     process during the trace and afterwards.
 
     Args:
         build: takes the mesh, and returns the function or module and a tuple of its arguments. Tensors that it makes
-            are fake and on `device`. It must state the shard sizes of sharded tensors, since there are no other ranks
-            to ask.
+            are fake and on `device`. It must state all shard sizes of sharded tensors, since they cannot be exchanged.
         world_size: the number of ranks.
         mesh_shape: the shape of the mesh over all ranks; one dim by default.
         mesh_dim_names: the names of the mesh dims.
-        rank: the rank to trace as.
+        rank: the rank to trace.
         device: "cuda" or "cpu".
         passes: passes in place of `shardcompile.passes.default_passes()`.
         off: the names of passes to leave out.
-        backward: whether to trace for training. If not, gradients are off.
+        backward: whether to trace forward and backward. Otherwise the trace is without gradients.
         inductor: whether Inductor's own passes run around ours, as in a compilation.
         foreign: see `shardcompile.passes.backend.inductor_options`.
 
@@ -162,7 +161,7 @@ def trace_step(
     inductor: bool = True,
     foreign: bool = False,
 ) -> OfflineTrace:
-    """Trace as `trace_offline` does, in an open `offline_world`, so that passes can work on the graphs afterwards.
+    """Traces as `trace_offline` does, in an open `offline_world`, so that passes can run on the graphs afterwards.
 
         with offline_world(256) as world:
             trace = trace_step(world, build, pipeline=Pipeline([]))
@@ -172,8 +171,8 @@ def trace_step(
         world: the open world.
         build: see `trace_offline`.
         pipeline: a pipeline in place of the default one.
-        backward: whether to trace for training.
-        inductor: whether Inductor's own passes run, too.
+        backward: whether to trace forward and backward.
+        inductor: whether Inductor's own passes run around ours.
         foreign: see `shardcompile.passes.backend.inductor_options`.
 
     Raises:
@@ -211,8 +210,8 @@ def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Se
             fn, inputs = build(world.mesh)
     except compat.UNKNOWN_OUTPUT_SHAPE as error:
         raise OfflineError(
-            "build(mesh) asks for the value of a tensor, but tensors have no values there, except for small ones that "
-            "follow from numbers alone. If ShardTensor.from_local asks, state the all shard sizes: "
+            "build(mesh) asks for the value of a tensor, but its tensors are fake and have no values, except for small "
+            "ones that follow from Python numbers alone. If ShardTensor.from_local asks, state all shard sizes: "
             "sharding_shapes={mesh dim: sizes}"
         ) from error
     if not callable(fn) or not isinstance(inputs, (tuple, list)):
@@ -224,9 +223,9 @@ def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Se
 
 
 def _shards_vary() -> contextlib.AbstractContextManager[object]:
-    """Inside the context, fake shards count as real ones, so that no graph specialises on their sizes.
+    """Treats fake local shards as real ones inside the context, so that no graph specialises on their sizes.
 
-    Otherwise they would count as stand-ins inside a trace, and each rank would get its own graph.
+    Otherwise they would count as the fake shards of an outer trace, and each rank would get its own graph.
     """
 
     def holds_values(x: ShardTensor) -> bool:
@@ -243,7 +242,7 @@ class _CapturedError(Exception):
 def _capture(
     fn: Callable[..., object], inputs: Sequence[object], backward: bool, joint_pass: Callable[[Graph], None]
 ) -> tuple[GraphModule, GraphModule | None]:
-    """The forward and the backward graph of a call. AOTAutograd divides them, and they never run."""
+    """Returns the forward and the backward graph of a call, which AOTAutograd partitions and which never run."""
     found: list[tuple[GraphModule, GraphModule | None]] = []
 
     def stop(_: object) -> None:

@@ -1,4 +1,4 @@
-"""A rank of a world that does not exist."""
+"""`offline_world`: makes this process one rank of a fake process group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OfflineWorld:
 
     @property
     def device(self) -> str:
-        """The type of the device that is traced for."""
+        """The device type of the trace."""
         return self.mesh.device_type
 
 
@@ -48,11 +48,11 @@ def offline_world(
     rank: int = 0,
     device: str = "cuda",
 ) -> Iterator[OfflineWorld]:
-    """Inside the context, this process is a rank of a world that does not exist. Collectives do nothing.
+    """Makes this process one rank of a fake process group inside the context. Collectives do nothing.
 
-    `trace_step` traces in such a world. Passes can work on its graphs there, since they ask for process groups and make
-    fake tensors on the device. After the context the process groups are gone, and `torch.compile` has dropped all
-    compiled code, also from before. With ``device="cuda"`` and without a GPU, the process pretends to have one; see
+    `trace_step` traces in such a world. Passes can run on its graphs there, since they need process groups and make
+    fake tensors on the device. After the context the process groups are gone, and all compiled code is dropped, also
+    older code. With ``device="cuda"`` and without a GPU, the process gets a fake one; see
     `shardcompile.inspect.offline.absent_cuda.pretend_cuda`. If there is a GPU, torch initialises it, but nothing runs
     on it.
 
@@ -78,14 +78,14 @@ def offline_world(
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         if torch.cuda.is_initialized():
-            torch.cuda.set_device(0)  # the mesh has set it by rank
+            torch.cuda.set_device(0)  # `init_device_mesh` has set it by rank
         torch.compiler.reset()
         stack.callback(torch.compiler.reset)
         yield OfflineWorld(mesh, rank)
 
 
 def _current_device() -> contextlib.AbstractContextManager[object]:
-    """After the context, the current GPU is the one of before, if there is a GPU."""
+    """Restores the current GPU after the context, if there is a GPU."""
     return torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
