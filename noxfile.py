@@ -1,6 +1,6 @@
 """Checks in environments of their own: ``nox -s "tests(torch='2.13.0')"``; ``nox -l`` lists all.
 
-Arguments after ``--`` go to pytest: ``nox -s "tests(torch='2.15.0')" -- tests/pure``. CONTRIBUTING.md says with which
+Arguments after ``--`` go to pytest: ``nox -s "tests(torch='2.15.0')" -- tests/pure``. docs/development.md says with which
 versions the tests have been run.
 """
 

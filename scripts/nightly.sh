@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up an environment (see venv.sh) and runs what takes too long for every push: the marks `nightly`, `sweep` and
 # `zoo`.
-# Arguments go to pytest: `bash scripts/nightly.sh -k roll`. CONTRIBUTING.md says how long each part takes.
+# Arguments go to pytest: `bash scripts/nightly.sh -k roll`. docs/development.md says how long each part takes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
