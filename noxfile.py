@@ -1,7 +1,7 @@
 """Checks in environments of their own: ``nox -s "tests(torch='2.13.0')"``; ``nox -l`` lists all.
 
-Arguments after ``--`` go to pytest: ``nox -s "tests(torch='2.15.0')" -- tests/pure``. docs/development.md says with which
-versions the tests have been run.
+Arguments after ``--`` go to pytest: ``nox -s "tests(torch='2.15.0')" -- tests/pure``. docs/development.md says with
+which versions the tests have been run.
 """
 
 from __future__ import annotations
