@@ -45,7 +45,7 @@ def routed(x: Any, gate: Tensor, bias: Tensor, first: Tensor, second: Tensor) ->
     on_rank = len(first)
     rows, own, route = sc.route_rows(x, numbers // on_rank, each=[numbers % on_rank])
     run = sc.local_map(lambda r, n: experts(r, n, first, second), [Shard(0)])
-    return route.back(run(rows, own), weights=weights.to(x.dtype))
+    return route.combine(run(rows, own), weights=weights.to(x.dtype))
 
 
 def by_hand(x: Tensor, gate: Tensor, bias: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A graph network on a mesh whose nodes lie on several ranks: `link_rows`, against gathering the nodes.
+"""A graph network on a mesh whose nodes lie on several ranks: `plan_gather`, against gathering the nodes.
 
 A triangulated sheet of about 20,000 nodes, sharded into strips of unequal width; edges lie with their targets. Each
 layer adds to a node a function of the mean of its neighbours. By links each node on a border travels once to each rank
@@ -47,10 +47,10 @@ def layer(x: Any, mean: Any, weight: Tensor) -> Any:
     return x + (x @ weight[0] + mean @ weight[1]).relu()
 
 
-def linked(x: Any, sources: sc.RowLinks, targets: sc.RowLinks, weights: list[Tensor]) -> Any:
+def linked(x: Any, sources: sc.GatherPlan, targets: sc.GatherPlan, weights: list[Tensor]) -> Any:
     share = 1 / targets.degree.unsqueeze(1)
     for weight in weights:
-        x = layer(x, targets.add(sources.take(x)) * share, weight)
+        x = layer(x, targets.scatter_add(sources.gather(x)) * share, weight)
     return x.square().mean()
 
 
@@ -101,7 +101,7 @@ def measure(width: int, rounds: int, backend: str) -> dict[str, Any]:
 
     x, weights = partition(full, sizes).requires_grad_(), parameters(width)
     spread = [partition(t, edges) for t in (source, target)]
-    links = [sc.link_rows(x, t) for t in spread]
+    links = [sc.plan_gather(x, t) for t in spread]
     mine = slice(sum(edges[:rank]), sum(edges[: rank + 1]))
     own = source[mine], target[mine] - int(ends[rank]) + sizes[rank]
     plain = full.clone().requires_grad_()

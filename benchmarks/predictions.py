@@ -138,7 +138,7 @@ def mesh_network(mesh: DeviceMesh) -> Built:
     ends = torch.tensor(shards(8000, mesh.size())).cumsum(0)
     edges = torch.bincount(torch.bucketize(target, ends, right=True), minlength=mesh.size()).tolist()
     parts = [sc.distribute_tensor(e, mesh, [Shard(0)], sharding_shapes={0: edges}) for e in (source, target)]
-    return linked, (x, *(sc.link_rows(x, part) for part in parts), parameters(64))
+    return linked, (x, *(sc.plan_gather(x, part) for part in parts), parameters(64))
 
 
 def experts(mesh: DeviceMesh) -> Built:

@@ -32,8 +32,8 @@ from shardcompile.parallel import neighbors as neighbors
 from shardcompile.parallel.context_parallel import context_parallel as context_parallel
 from shardcompile.parallel.documents import balanced_partition as balanced_partition
 from shardcompile.parallel.documents import varlen_attention as varlen_attention
-from shardcompile.parallel.gather_plans import RowLinks as RowLinks
-from shardcompile.parallel.gather_plans import link_rows as link_rows
+from shardcompile.parallel.gather_plans import GatherPlan as GatherPlan
+from shardcompile.parallel.gather_plans import plan_gather as plan_gather
 from shardcompile.parallel.halo import halo_map as halo_map
 from shardcompile.parallel.replicas import check_replicated as check_replicated
 from shardcompile.parallel.replicas import sync_module_over_mesh as sync_module_over_mesh

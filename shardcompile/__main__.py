@@ -14,10 +14,10 @@ from typing import Literal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code.
+    """Runs a subcommand and returns the exit code.
 
     Args:
-        arguments: in place of the command line's.
+        arguments: the arguments; those of the command line by default.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Commands and their options."""
+    """Builds the parser of all subcommands and their options."""
     parser = argparse.ArgumentParser(prog="shardcompile", description="Sharded tensors under torch.compile.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
         help="train a model on uneven shards and check the result",
-        description="Trains a point-cloud transformer on finite element solutions that are sharded anew at each step, "
-        "checks the result against training in one process, and leaves a report and a picture.",
+        description="Trains a point-cloud transformer on finite element solutions with a new partition at each step, "
+        "checks the result against training in one process, and writes a report and a picture.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--ranks", type=_positive, default=2, help="number of processes")
@@ -45,12 +45,12 @@ def _parser() -> argparse.ArgumentParser:
         "--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl if there is a GPU for each rank"
     )
     demo.add_argument("--out", type=Path, default=Path("shardcompile-demo"), help="folder for report.txt, picture.png")
-    demo.add_argument("--seed", type=_natural, default=0, help="of samples, partitions and parameters")
+    demo.add_argument("--seed", type=_natural, default=0, help="seed of samples, partitions and parameters")
     demo.add_argument(
         "--compile-backend",
         choices=["shardcompile", "inductor", "aot_eager", "eager"],
         default="shardcompile",
-        help="of torch.compile; the default is Inductor with this library's passes",
+        help="backend of torch.compile; the default is Inductor with this library's passes",
     )
     demo.add_argument("--double", action="store_true", help="compute in float64")
     demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--ranks", type=_positive, default=2, help="number of processes")
     calibrate.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="as for the demo")
-    calibrate.add_argument("--compute", action="store_true", help="also what CPUs compute with; the file has a device")
+    calibrate.add_argument(
+        "--compute", action="store_true", help="also measure compute on CPUs; the file then describes a device"
+    )
     calibrate.add_argument("--out", type=Path, default=Path("link.json"), help="file to save to")
     return parser
 
@@ -75,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     explain = commands.add_parser(
         "explain",
-        help="show what a function communicates in a world that need not exist",
-        description="Traces a function for any number of ranks, on a machine with neither ranks nor a GPU, and shows "
-        "its collectives, what the passes do to them, and the predicted timeline.",
+        help="trace a function on a fake process group and show what it communicates",
+        description="Traces a function offline for any number of ranks, on a fake process group and without a GPU, and "
+        "shows its collectives, what the passes do to them, and the predicted timeline.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     explain.add_argument(
@@ -85,10 +87,10 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     explain.add_argument("--world-size", type=_positive, default=64, help="number of ranks")
     explain.add_argument("--mesh", type=_shape, help="shape of the mesh, such as 8x8; one dim if it is left out")
-    explain.add_argument("--rank", type=_natural, default=0, help="as which rank to trace")
-    explain.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to trace for")
-    explain.add_argument("--off", nargs="*", default=[], metavar="PASS", help="passes to leave out")
-    explain.add_argument("--no-backward", action="store_true", help="look at the forward pass only")
+    explain.add_argument("--rank", type=_natural, default=0, help="the rank to trace as")
+    explain.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="the device to trace for")
+    explain.add_argument("--off", nargs="*", default=[], metavar="PASS", help="passes to disable")
+    explain.add_argument("--no-backward", action="store_true", help="trace the forward pass only")
     explain.add_argument("--save", type=Path, metavar="FOLDER", help="write text, JSON, HTML, timeline and graphs")
     explain.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, for diff")
 
@@ -97,8 +99,8 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     diff = commands.add_parser(
         "diff",
         help="compare two reports",
-        description="Says what changed between two reports that explain has written as JSON. Exits with 1 if there is "
-        "a difference.",
+        description="Prints what changed between two reports that explain has written as JSON. Exits with 1 if there "
+        "is a difference.",
     )
     diff.add_argument("before", type=Path, help="report.json")
     diff.add_argument("after", type=Path, help="report.json")
@@ -107,25 +109,25 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     selftest = commands.add_parser(
         "selftest",
-        help="check that everything is right on this machine, and how fast",
-        description="Runs collectives of all dtypes, families of ops, attention, a compiled model, halos, routing, "
-        "neighbours and checkpoints between ranks of this machine, compares with plain PyTorch, and prints a table. "
-        "Exits with 1 if anything is wrong.",
+        help="check results and timings on this machine",
+        description="Runs collectives of all dtypes, families of ops, attention, a compiled model, halo exchange, "
+        "routing, neighbor search and checkpoints between ranks of this machine, compares with plain PyTorch, and "
+        "prints a table. Exits with 1 if anything is wrong.",
     )
     selftest.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="auto: GPUs if there are")
     selftest.add_argument(
-        "--one-process", action="store_true", help="ranks are threads of one process, and may share a GPU"
+        "--one-process", action="store_true", help="run ranks as threads of one process; they may share a GPU"
     )
     selftest.add_argument("--ranks", type=_positive, help="number of ranks: all GPUs, or 2 on a CPU or in one process")
-    selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
+    selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run checks with these name prefixes")
 
 
 def _add_op(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     op = commands.add_parser(
         "op",
-        help="say what happens to an op on sharded tensors",
-        description="Prints the record of an op: its rule and its forms with their files, and, for an example of a "
-        "call, what is sent if a tensor is sharded along a dim. It is run on ranks that are threads of this process.",
+        help="show how an op runs on sharded tensors",
+        description="Prints the record of an op: its rule and its decompositions with their files, and, for an example "
+        "of a call, what is communicated if a tensor is sharded along a dim. The example runs on in-process ranks.",
     )
     op.add_argument("names", nargs="*", metavar="OP", help="as torch.ops names it: aten.cumprod, or one overload of it")
     op.add_argument("--table", action="store_true", help="print the table of docs/operators.md")
@@ -143,10 +145,10 @@ def _natural(text: str) -> int:
     return _at_least(0, text)
 
 
-def _at_least(least: int, text: str) -> int:
+def _at_least(minimum: int, text: str) -> int:
     number = int(text)
-    if number < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+    if number < minimum:
+        raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {number}")
     return number
 
 
@@ -154,7 +156,7 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     missing = _missing_packages("matplotlib", "scipy")
     if missing:
         parser.error(f"the demo needs {' and '.join(missing)}; install shardcompile[demo]")
-    # Imported here: torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     from shardcompile.demo.launch import RankFailedError
     from shardcompile.demo.ranks import Settings
     from shardcompile.demo.run import run_demo
@@ -179,7 +181,7 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.ranks < 2:
         parser.error("a link joins at least 2 ranks")
-    # Torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     from shardcompile.demo.launch import RankFailedError, launch
     from shardcompile.machines import Link
     from shardcompile.passes.cost.calibrate import measure_device, measure_link, save
@@ -199,7 +201,7 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    # Torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     import torch
 
     from shardcompile.demo.launch import RankFailedError, launch
@@ -229,7 +231,7 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.names and not options.table:
         parser.error("name an op, such as aten.cumprod, or ask for --table")
-    # Torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     from shardcompile.operators import Ranks, describe, ops_named, table
 
     try:
@@ -237,8 +239,8 @@ def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except LookupError as error:
         parser.error(error.args[0])
     with Ranks() as ranks:
-        told = [describe(op, ranks) for op in ops] + ([table(ranks)] if options.table else [])
-    print("\n\n\n".join(told))
+        texts = [describe(op, ranks) for op in ops] + ([table(ranks)] if options.table else [])
+    print("\n\n\n".join(texts))
     return 0
 
 
@@ -247,11 +249,11 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     if not path or not Path(path).is_file():
         parser.error(f"there is no file {path or options.target}; the target is path/to/file.py:function")
     print(f"tracing {name} for {options.world_size} ranks, {options.device} ...", file=sys.stderr)
-    # Torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     from shardcompile.errors import ShardError
     from shardcompile.inspect import explain
 
-    build = getattr(_module_of(Path(path)), name, None)
+    build = getattr(_import_file(Path(path)), name, None)
     if build is None:
         parser.error(f"{path} has no function {name}")
     start = time.monotonic()
@@ -278,7 +280,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    # Torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     from shardcompile.inspect import Report
 
     try:
@@ -290,8 +292,8 @@ def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 1 if difference else 0
 
 
-def _module_of(path: Path) -> ModuleType:
-    """A file as a module; it finds the modules beside it."""
+def _import_file(path: Path) -> ModuleType:
+    """Imports a file as a module, which can import the modules of its folder."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "a file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -306,7 +308,7 @@ def _missing_packages(*names: str) -> list[str]:
 
 
 def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
-    # Torch takes seconds, and --help needs none of it.
+    # Importing torch takes seconds, and --help does not need it.
     import torch
 
     from shardcompile.collectives.transport import gpus

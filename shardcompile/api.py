@@ -1,4 +1,4 @@
-"""Functions that make, scatter and map sharded tensors."""
+"""Public functions that create and distribute sharded tensors, map functions over shards, and register shardings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardcompile.errors import LayoutError, RuleError
 from shardcompile.factories import (
     SizesByMeshDim,
     allocate,
-    asked_layout,
-    coordinate_here,
     empty,
     full,
+    mesh_coordinate,
     ones,
     or_replicate,
     rand,
     randn,
+    requested_layout,
     zeros,
 )
 from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
@@ -46,17 +46,18 @@ def scatter_tensor(
     *,
     sharding_shapes: SizesByMeshDim | None = None,
 ) -> ShardTensor:
-    """Spread a tensor that one rank holds. Every other rank receives its local shard only.
+    """Scatters a tensor that one rank holds. Every other rank receives its local shard only.
 
     Args:
-        tensor: the whole tensor on the source rank; ignored elsewhere. One on the device meta gives local shards there.
+        tensor: the full tensor on the source rank; ignored on other ranks. A tensor on the meta device gives local
+            shards on the meta device.
         global_src: global rank of the source; it must be in the mesh.
         mesh: the mesh.
         placements: one for each mesh dim, no Partial.
         global_shape: shape of the tensor; announced by the source if not given.
         dtype: element type; announced by the source if not given.
-        requires_grad: whether the result is a leaf that wants a gradient.
-        sharding_shapes: from mesh dim to the all shard sizes along it; torch.chunk's by default.
+        requires_grad: whether the result is a leaf that requires a gradient.
+        sharding_shapes: from a mesh dim to the sizes of all shards along it; torch.chunk's by default.
 
     Raises:
         LayoutError: on every rank: the source is not in the mesh, its tensor is not of the stated shape and dtype, or
@@ -70,37 +71,35 @@ def scatter_tensor(
         raise LayoutError(f"rank {global_src} holds shape {tuple(shape)}, not the stated {tuple(global_shape)}")
     if dtype is not None and dtype != found:
         raise LayoutError(f"rank {global_src} holds {found}, not the stated {dtype}")
-    layout = asked_layout(mesh, placements, shape, found, sharding_shapes)
+    layout = requested_layout(mesh, placements, shape, found, sharding_shapes)
     local = allocate(layout, "meta") if is_meta else _scatter(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), requires_grad)
 
 
 def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...] | None:
-    places = (mesh.mesh == global_rank).nonzero().tolist()
-    return tuple(places[0]) if places else None
+    coordinates = (mesh.mesh == global_rank).nonzero().tolist()
+    return tuple(coordinates[0]) if coordinates else None
 
 
 def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
-    """Send each shard to one rank, then broadcast it along the mesh dims that replicate; returns this rank's local
-    shard.
-    """
+    """Sends each shard to one rank, broadcasts it along the mesh dims that replicate, and returns the local shard."""
     mesh = layout.mesh
-    me = tuple(coordinate_here(mesh))
+    me = tuple(mesh_coordinate(mesh))
     carrier = carrier_of(layout.dtype)
-    copies = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+    replicating = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     local = allocate(layout.with_dtype(carrier))
     if me == source:
         assert tensor is not None, "the source holds the tensor"
         held = tensor.detach()
         if carrier is not held.dtype:
             held = held.view(carrier)
-        others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in copies)]
+        others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in replicating)]
         send_shards({int(mesh.mesh[c]): held[layout.shard_slices(c)] for c in others})
         local.copy_(held[layout.shard_slices(me)])
-    elif all(me[m] == source[m] for m in copies):
+    elif all(me[m] == source[m] for m in replicating):
         receive_shard(local, int(mesh.mesh[source]))
-    for i, mesh_dim in enumerate(copies):
-        if all(me[m] == source[m] for m in copies[i + 1 :]):
+    for i, mesh_dim in enumerate(replicating):
+        if all(me[m] == source[m] for m in replicating[i + 1 :]):
             local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
     return local if carrier is layout.dtype else local.view(layout.dtype)
 
@@ -117,38 +116,38 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     sharding_shapes: SizesByMeshDim | None = None,
 ) -> ShardTensor:
-    """Spread a tensor of which every rank holds a copy, as in `torch.distributed.tensor`.
+    """Distributes a tensor of which every rank holds a copy, as in `torch.distributed.tensor`.
 
     Args:
-        tensor: a leaf; a tensor of the same shape and dtype on every rank. One on the device meta stays there: it has
-            no values to send.
+        tensor: a leaf of the same shape and dtype on every rank. A tensor on the meta device stays there: it has no
+            values to send.
         device_mesh: the mesh; the current one by default.
         placements: one for each mesh dim; Replicate by default.
-        src_data_rank: rank in each mesh dim whose data counts; None: every rank takes its shard of its own copy,
-            without communication.
-        sharding_shapes: from mesh dim to the all shard sizes along it; torch.chunk's by default.
+        src_data_rank: rank in each mesh dim that is the source of the data; None: every rank takes its shard of its own
+            copy, without communication.
+        sharding_shapes: from a mesh dim to the sizes of all shards along it; torch.chunk's by default.
 
     Raises:
-        LayoutError: the placements or sizes do not fit, the ranks pass different shapes, or `tensor` is no leaf.
+        LayoutError: the placements or sizes do not fit, the ranks pass different shapes, or `tensor` is not a leaf.
     """
     mesh = device_mesh or compat.current_mesh()
     placements = or_replicate(placements, mesh)
     sharded = tensor if isinstance(tensor, ShardTensor) else None
     if sharded is not None and (src_data_rank is None or torch.compiler.is_compiling()):
         return sharded.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
-    if src_data_rank is None or compat.is_fake_outside_traces(tensor):  # without values all copies are the same
+    if src_data_rank is None or compat.is_fake_outside_traces(tensor):  # fake tensors have no values to send
         check_kind("distribute_tensor", kind_of(tensor, leaf=True))
-        layout = asked_layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
-        local = tensor.detach()[layout.shard_slices(coordinate_here(mesh))].clone(memory_format=torch.contiguous_format)
+        layout = requested_layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
+        local = tensor.detach()[layout.shard_slices(mesh_coordinate(mesh))].clone(memory_format=torch.contiguous_format)
         return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
     source = tuple(src_data_rank if n > src_data_rank else 0 for n in mesh.shape)
-    now = None if sharded is None else sharded.sharding.describe()
-    request = repr((list(placements), sharding_shapes, source, getattr(tensor, "requires_grad", None), now))
+    current = None if sharded is None else sharded.sharding.describe()
+    request = repr((list(placements), sharding_shapes, source, getattr(tensor, "requires_grad", None), current))
     agreed = agreed_copies(tensor, source, mesh, request)
     if agreed is None:
-        assert sharded is not None, "all ranks have passed one"
+        assert sharded is not None, "all ranks have passed a ShardTensor"
         return sharded.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
-    layout = asked_layout(mesh, placements, agreed.shape, agreed.dtype, sharding_shapes)
+    layout = requested_layout(mesh, placements, agreed.shape, agreed.dtype, sharding_shapes)
     local = allocate(layout, "meta") if agreed.is_meta else _scatter(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
 
@@ -160,13 +159,13 @@ def distribute_module(
     input_fn: Callable[[nn.Module, object, DeviceMesh], object] | None = None,
     output_fn: Callable[[nn.Module, object, DeviceMesh], object] | None = None,
 ) -> nn.Module:
-    """Spread the parameters of a module, as in `torch.distributed.tensor`.
+    """Distributes the parameters of a module, as in `torch.distributed.tensor`.
 
     Args:
-        module: changed in place and returned.
+        module: modified in place and returned.
         device_mesh: the mesh; the current one by default.
-        partition_fn: ``(name, submodule, mesh)``, replaces parameters of each submodule. What it leaves plain stays
-            plain: a plain parameter is the same on every rank and gets a whole gradient.
+        partition_fn: ``(name, submodule, mesh)``, replaces parameters of each submodule. Parameters that it leaves
+            plain stay plain: a plain parameter is the same on every rank and gets a complete gradient.
         input_fn: ``(module, inputs, mesh)``, called before `forward`.
         output_fn: ``(module, outputs, mesh)``, called after it.
     """
@@ -185,12 +184,12 @@ def distribute_module(
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the legal placements of an op, as in `torch.distributed.tensor.experimental`.
+    """Registers the acceptable shardings of an op, as in `torch.distributed.tensor.experimental`.
 
-    The decorated function gets the op's arguments. Each tensor is an object that has ``shape``, ``ndim``, ``dtype`` and
-    ``layout``. It returns a list of pairs ``(output placements, input placements)`` that are legal along one mesh dim.
-    None stands for an argument that is no tensor. Inputs that are sharded are identically sharded, and so are sharded
-    outputs. A rule of ours for the op is replaced.
+    The decorated function takes the op's arguments, where each tensor is an object that has ``shape``, ``ndim``,
+    ``dtype`` and ``layout``. It returns a list of pairs ``(output placements, input placements)`` that are acceptable
+    along one mesh dim. None stands for an argument that is not a tensor. Sharded inputs are brought to one partition,
+    and sharded outputs have it too. A built-in rule for the op is replaced.
 
     Args:
         op: an overload, or a list of them.
@@ -219,14 +218,14 @@ def _strategy(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> St
     for placement in outputs:
         if isinstance(placement, Shard) and placement.dim < 0:
             raise RuleError(
-                f"register_sharding of {call.op}: {placement} of a result counts from its last dim, which is not known "
-                "before the op has run; count from the first"
+                f"register_sharding of {call.op}: {placement} of a result has a negative dim, and the number of dims "
+                "is unknown before the op has run; use a non-negative dim"
             )
-    counted = tuple(_count_from_first(call, p, t) for p, t in zip(kept, call.tensors, strict=True))
-    return Strategy(counted, tuple(outputs))
+    normalized = tuple(_normalize_dim(call, p, t) for p, t in zip(kept, call.tensors, strict=True))
+    return Strategy(normalized, tuple(outputs))
 
 
-def _count_from_first(call: OpCall, placement: object, tensor: TensorArg) -> Any:
+def _normalize_dim(call: OpCall, placement: object, tensor: TensorArg) -> Any:
     if not isinstance(placement, Shard):
         return placement
     if not -tensor.ndim <= placement.dim < tensor.ndim:
@@ -242,26 +241,26 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Run a function of plain tensors on the shards.
+    """Wraps a function of plain tensors so that it runs on the local shards of sharded tensors.
 
     Args:
-        func: gets this rank's shards, and keyword arguments as they are; returns shards.
+        func: takes this rank's local shards, and keyword arguments unchanged; returns local shards.
         out_placements: placements of the result, or a tuple of them for several results. A sharded result takes its
-            partition from the inputs that the same mesh dims sharded. All of these must be identically sharded.
-        in_placements: required placements of each argument, None for what is no sharded tensor.
-        device_mesh: the mesh of the result; the inputs' by default.
-        redistribute_inputs: bring inputs to `in_placements`, instead of raising if they differ.
+            partition from the inputs that the same mesh dims shard. All of these must be identically sharded.
+        in_placements: required placements of each argument, None for an argument that is not a sharded tensor.
+        device_mesh: the mesh of the result; that of the inputs by default.
+        redistribute_inputs: redistribute inputs to `in_placements` instead of raising an error if they differ.
 
     Raises:
-        LayoutError: an input is placed otherwise, or the partition of a result does not follow from any input.
+        LayoutError: an input has other placements, or the partition of a result does not follow from any input.
     """
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         for name, value in kwargs.items():
             if isinstance(value, ShardTensor):
                 raise LayoutError(
-                    f"local_map: {name} is a sharded tensor ({value.sharding.describe()}) and given by name; "
-                    "placements are those of positional arguments, so give it as one"
+                    f"local_map: {name} is a sharded tensor ({value.sharding.describe()}) and a keyword argument; "
+                    "placements are those of positional arguments, so pass it as one"
                 )
         wanted = [None] * len(args) if in_placements is None else in_placements
         placed = [
@@ -281,7 +280,7 @@ def local_map(
     return mapped
 
 
-# Dynamo sees one node for each of these. It traces what is between them, the user's function, as if that stood alone.
+# Each of these is one node for Dynamo. It traces the user's function, which is called between them, on plain tensors.
 
 
 @torch.compiler.allow_in_graph
@@ -291,17 +290,16 @@ def _place(a: ShardTensor, wanted: Sequence[Placement], may_redistribute: bool) 
         return a.view_as(a)  # type: ignore[return-value]
     if not may_redistribute:
         raise LayoutError(
-            f"local_map: an input is laid out as {a.sharding.describe()}, not as {list(target)}; redistribute it, or "
-            "pass redistribute_inputs=True"
+            f"local_map: an input has the layout {a.sharding.describe()}, not the placements {list(target)}; "
+            "redistribute it, or pass redistribute_inputs=True"
         )
     return a.redistribute(placements=target)
 
 
 def _partition_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, ...]) -> Partition | None:
-    """The partition of all inputs that these mesh dims sharded.
+    """Returns the partition of the inputs that these mesh dims shard, or None if they do not have the same one.
 
-    All have to be identically sharded: of two shards one might fit the result's shard on this rank, and the other on
-    another rank.
+    If they had several, the shard of a result might fit one of them on this rank and another one on another rank.
     """
     found = [c for s in sources for c in s.sharding.partitions if c is not None and c.mesh_dims == mesh_dims]
     return found[0] if found and all(found[0].same_shards(c) for c in found) else None
@@ -315,7 +313,7 @@ def _from_shard(
     wanted = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     partitions: list[Any] = [None] * local.ndim
-    coordinate = coordinate_here(mesh)
+    coordinate = mesh_coordinate(mesh)
     for dim in range(local.ndim):
         mesh_dims = tuple(m for m, p in enumerate(wanted) if isinstance(p, Shard) and p.dim == dim)
         if not mesh_dims:
@@ -324,7 +322,7 @@ def _from_shard(
         if partition is None or partition.local_size(coordinate) != local.shape[dim]:
             raise LayoutError(
                 f"local_map: a result of shard shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh "
-                f"dims {mesh_dims}, but the inputs are not all partition so; return to_local() results and use "
+                f"dims {mesh_dims}, but the inputs do not have one such partition; return to_local() results and use "
                 "ShardTensor.from_local"
             )
         partitions[dim], shape[dim] = partition, partition.size

@@ -1,7 +1,7 @@
-"""The functions that packages look for in the package of a tensor's class.
+"""The functions `einsum`, `tensordot` and `transpose`, by which `opt_einsum` contracts sharded tensors.
 
-`opt_einsum` derives a library's name from the first part of a class's module. It asks that library for `tensordot`,
-`transpose` and `einsum`; where it has none, it takes the tensor for an array of numpy's.
+`opt_einsum` takes the first part of the module of a tensor's class as the name of its array library, here
+`shardcompile`, and looks these functions up in it. Without them it would treat the tensor as a numpy array.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """`torch.einsum`.
+    """Computes `torch.einsum`, with any characters as subscripts.
 
     Args:
-        equation: any characters may name dims, as in numpy; torch knows 52.
+        equation: subscripts may be any characters, as in numpy; torch allows the 52 letters only.
         operands: sharded or plain.
     """
     names = dict.fromkeys(c for c in equation if c not in ",->. ")
@@ -27,21 +27,21 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
 
 
 def tensordot(x: Tensor, y: Tensor, axes: object = 2) -> Tensor:
-    """`torch.tensordot` with numpy's name for its dims.
+    """Computes `torch.tensordot`, with numpy's name `axes` for its dims.
 
     Args:
         x: sharded or plain.
-        y: likewise.
-        axes: how many dims, or which of `x` and which of `y`.
+        y: sharded or plain.
+        axes: the number of contracted dims, or the contracted dims of `x` and those of `y`.
     """
     return torch.tensordot(x, y, dims=axes)
 
 
 def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """The dims of `x` in another order.
+    """Permutes the dims of `x`, as `numpy.transpose`.
 
     Args:
         x: sharded or plain.
-        axes: all dims.
+        axes: all dims in their new order.
     """
     return x.permute(*axes)

@@ -1,4 +1,4 @@
-"""Functions that make sharded tensors as torch's factories make plain ones, and the layouts that they are asked for."""
+"""Factory functions for sharded tensors (`empty`, `zeros`, `randn`, ...) and the layouts that their arguments state."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from shardcompile.tensor.autograd import redistributed
 from shardcompile.tensor.construct import refuse_quantized, stated_partitions
 
 SizesByMeshDim = Mapping[int, Sequence[Any]]
-"""Sizes of all shards along a dim, by the mesh dim that shards it."""
+"""From a mesh dim to the sizes of all shards along the tensor dim that it shards."""
 
 
-def asked_layout(
+def requested_layout(
     mesh: DeviceMesh,
     placements: Sequence[Placement] | None,
     shape: Sequence[int],
     dtype: torch.dtype,
     sharding_shapes: SizesByMeshDim | None,
 ) -> Layout:
-    """The layout that is asked for. Without sizes the partition is torch.chunk's."""
+    """Returns the layout that the arguments of a factory state. Without sizes the partition is torch.chunk's."""
     wanted = normalize_placements(or_replicate(placements, mesh), mesh, len(shape))
     refuse_quantized(dtype)
     if any(isinstance(p, Partial) for p in wanted):
         raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
-    whole = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)
-    return target_layout(whole, wanted, stated_partitions(whole, wanted, sharding_shapes, fixed=False))
+    replicated = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)
+    return target_layout(replicated, wanted, stated_partitions(replicated, wanted, sharding_shapes, fixed=False))
 
 
 def or_replicate(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
-    """Placements, Replicate by default."""
+    """Returns the placements, or Replicate on every mesh dim if they are None."""
     return [Replicate()] * mesh.ndim if placements is None else placements
 
 
-def coordinate_here(mesh: DeviceMesh) -> Sequence[int]:
-    """This rank's mesh coordinate.
+def mesh_coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    """Returns this rank's mesh coordinate.
 
     Raises:
-        LayoutError: it has none.
+        LayoutError: this rank is not in the mesh.
     """
     coordinate = compat.coordinate(mesh)
     if coordinate is None:
@@ -76,57 +76,63 @@ def _make(
 ) -> ShardTensor:
     mesh = compat.mesh_itself(mesh)
     device_type = _device_type(device, mesh)
-    laid_out = asked_layout(mesh, placements, shape, dtype, sharding_shapes)
+    layout = requested_layout(mesh, placements, shape, dtype, sharding_shapes)
     with torch.no_grad():
-        if laid_out.is_traced:
-            tensor = _allocate_in_graph(laid_out, device_type)
+        if layout.is_traced:
+            tensor = _allocate_in_graph(layout, device_type)
         else:
-            local = allocate(laid_out, device_type)
-            tensor = ShardTensor(local, Spec.of(laid_out, contiguous_stride(laid_out.shape)))
+            local = allocate(layout, device_type)
+            tensor = ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
         _FILLS[name](tensor)
     return tensor
 
 
 def _device_type(device: torch.device | str | int | None, mesh: DeviceMesh) -> str:
-    """On which device a factory makes a tensor: the mesh's, or meta, also where ``with torch.device("meta")`` says so.
+    """Returns the type of the device of a factory's result: that of the mesh, or meta.
+
+    Meta is requested by the argument or by ``with torch.device("meta")``.
 
     Raises:
-        LayoutError: another device is asked for.
+        LayoutError: another device is requested.
+        UnsupportedOpError: meta is requested inside a compiled function.
     """
     if device is None:
         device = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
     wanted = torch.device(device)
     if wanted.type == "meta" and compat.is_compiling():
         raise UnsupportedOpError(
-            "a factory of sharded tensors was asked for device='meta' inside a compiled function, whose tensors have "
+            "a factory of sharded tensors was called with device='meta' inside a compiled function, whose tensors have "
             "values; call it outside"
         )
     if wanted.type not in ("meta", mesh.device_type):
         raise LayoutError(
-            f"a factory of sharded tensors was asked for device={str(wanted)!r} on a mesh of {mesh.device_type!r}; "
+            f"a factory of sharded tensors was called with device={str(wanted)!r} on a mesh of {mesh.device_type!r}; "
             f"leave it out, or pass {mesh.device_type!r}, or 'meta' to allocate later by to_empty"
         )
-    own = torch.empty(0, device=wanted.type).device.index
-    if wanted.index is not None and own is not None and wanted.index != own:
+    current_index = torch.empty(0, device=wanted.type).device.index
+    if wanted.index is not None and current_index is not None and wanted.index != current_index:
         raise LayoutError(
-            f"a factory of sharded tensors was asked for device={str(wanted)!r}, and this rank's local shards are on "
-            f"device {own}; leave the index out"
+            f"a factory of sharded tensors was called with device={str(wanted)!r}, and this rank's local shards are on "
+            f"device {current_index}; leave the index out"
         )
     return wanted.type
 
 
 def allocate(layout: Layout, device: str | None = None) -> Tensor:
-    """This rank's local shard, without values; on the mesh's device by default."""
+    """Allocates this rank's local shard without initializing it; on the device of the mesh by default."""
     device = device or layout.mesh.device_type
-    return torch.empty(layout.local_shape(coordinate_here(layout.mesh)), dtype=layout.dtype, device=device)
+    return torch.empty(layout.local_shape(mesh_coordinate(layout.mesh)), dtype=layout.dtype, device=device)
 
 
 def _allocate_in_graph(layout: Layout, device: str) -> ShardTensor:
-    """Allocate in a graph for all sizes: a step of a redistribution tells the size of the shard."""
-    one = torch.empty((), dtype=layout.dtype, device=device)
-    whole = ShardTensor(one.expand(layout.shape), Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
-    taken: ShardTensor = redistributed(whole, layout)
-    return taken
+    """Allocates a tensor in a graph that serves every partition, where the shard size is a symbol.
+
+    The local shard is taken from an expanded replicated tensor, since that step of a redistribution makes the symbol.
+    """
+    expanded = torch.empty((), dtype=layout.dtype, device=device).expand(layout.shape)
+    replicated = ShardTensor(expanded, Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
+    sharded: ShardTensor = redistributed(replicated, layout)
+    return sharded
 
 
 def _factory(name: str) -> Callable[..., ShardTensor]:
@@ -142,8 +148,8 @@ def _factory(name: str) -> Callable[..., ShardTensor]:
     ) -> ShardTensor:
         if layout is not torch.strided:
             raise UnsupportedOpError(
-                f"a factory of sharded tensors was asked for layout={layout}; shards are dense: leave it out, or pass "
-                "torch.strided"
+                f"a factory of sharded tensors was called with layout={layout}; shards are dense: leave it out, or "
+                "pass torch.strided"
             )
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -152,7 +158,7 @@ def _factory(name: str) -> Callable[..., ShardTensor]:
             tensor.requires_grad_()
         return tensor
 
-    make.__doc__ = f"As `torch.{name}`, with device_mesh, placements and sharding_shapes; `device` may be meta."
+    make.__doc__ = f"Like `torch.{name}`, with device_mesh, placements and sharding_shapes; `device` may be meta."
     return make
 
 
@@ -164,7 +170,7 @@ randn = _factory("randn")
 
 
 def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ShardTensor:
-    """As `torch.full`, with device_mesh, placements and sharding_shapes; `device` may be meta."""
+    """Like `torch.full`, with device_mesh, placements and sharding_shapes; `device` may be meta."""
     dtype = dtype or torch.tensor(fill_value).dtype
     requires_grad = kwargs.pop("requires_grad", False)
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""The names of PhysicsNeMo's `domain_parallel`, and its searches of neighbours, for programs that come from there.
+"""The API of PhysicsNeMo's `domain_parallel` and its neighbor searches, for programs that were written for it.
 
     from shardcompile.physicsnemo import ShardTensor, ShardTensorSpec, scatter_tensor, sync_module_over_mesh
 
-Once this is imported, PhysicsNeMo's own ops for neighbours, called with sharded tensors, search as `knn` and
-`radius_search` do: shards of points travel, and nothing is gathered.
+Importing this module also makes PhysicsNeMo's own neighbor search ops, called with sharded tensors, run as `knn` and
+`radius_search` do: ranks exchange one shard of points at a time, and no tensor is gathered.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardcompile.tensor import ShardTensor as ShardTensor
 from shardcompile.tensor.promotion import TensorPromotionMode as TensorPromotionMode
 
 ShardTensorSpec = Spec
-"""What ``x._spec`` is: mesh, placements, tensor_meta, local_shape and sharding_shapes()."""
+"""The type of ``x._spec``: mesh, placements, tensor_meta, local_shape and sharding_shapes()."""
 
 
 def knn(points: Tensor, queries: Tensor, k: int, implementation: str | None = None) -> tuple[Tensor, Tensor]:
-    """The k nearest points of each query, as PhysicsNeMo's `nn.functional.knn`; see `neighbors.knn`.
+    """Returns the k nearest points of each query, as PhysicsNeMo's `nn.functional.knn`; see `neighbors.knn`.
 
     Args:
         points: [m, dims].
         queries: [n, dims].
-        k: how many.
-        implementation: which of PhysicsNeMo's; there is one here.
+        k: number of neighbors.
+        implementation: ignored; PhysicsNeMo has several implementations, this library has one.
 
     Returns:
         Indices and distances, [n, k], the nearest first, sharded as the queries.
@@ -52,31 +52,33 @@ def radius_search(
     return_points: bool = False,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The points within a radius of each query, as PhysicsNeMo's `nn.functional.radius_search`.
+    """Returns the points within a radius of each query, as PhysicsNeMo's `nn.functional.radius_search`.
 
     Args:
         points: [m, 3], or [batch, m, 3].
         queries: [n, 3], or [batch, n, 3].
-        radius: points at just that distance count.
-        max_points: how many are kept of each query's, the nearest ones.
+        radius: points at exactly that distance are included.
+        max_points: most points that are kept for each query, the nearest ones.
         return_dists: whether distances are returned, too.
         return_points: whether the points themselves are returned, too.
-        implementation: which of PhysicsNeMo's; there is one here.
+        implementation: ignored; PhysicsNeMo has several implementations, this library has one.
 
     Returns:
-        Indices, [n, max_points] or [batch, n, max_points], sharded as the queries, and 0 where there are fewer; then
-        the points and the distances that were asked for, which are 0 there.
+        Indices, [n, max_points] or [batch, n, max_points], sharded as the queries; 0 where there are fewer points.
+        Then, if requested, the points and the distances, which are also 0 there.
 
     Raises:
         UnsupportedOpError: `max_points` is None.
     """
-    indices, found, distances, _ = _radius_search(points, queries, radius, max_points, return_dists, return_points)
-    results = [x for x in (indices, found, distances) if x is not None]
+    indices, neighbor_points, distances, _ = _radius_search(
+        points, queries, radius, max_points, return_dists, return_points
+    )
+    results = [x for x in (indices, neighbor_points, distances) if x is not None]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-_Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
-"""Indices, points, distances, and how many there are: what PhysicsNeMo's op gives."""
+_SearchResult = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+"""Indices, points, distances and counts: the results of PhysicsNeMo's op."""
 
 
 def _radius_search(
@@ -87,42 +89,44 @@ def _radius_search(
     return_dists: bool = False,
     return_points: bool = False,
     variant: str | None = None,
-) -> _Found:
+) -> _SearchResult:
     if max_points is None:
         layout = layout_if_sharded(queries) or layout_if_sharded(points)
         given = f"{tuple(queries.shape)} queries" if layout is None else layout.describe()
         raise refusal(
-            "radius_search(max_points=None)", given, "only a run tells how many pairs there are", "Pass max_points"
+            "radius_search(max_points=None)", given, "the number of pairs is data-dependent", "Pass max_points"
         )
     if queries.ndim < 3:
-        return _of_one_sample(points, queries, radius, max_points, return_dists, return_points)
+        return _search_sample(points, queries, radius, max_points, return_dists, return_points)
     samples = zip(points.unbind(), queries.unbind(), strict=True)
-    each = [_of_one_sample(p, q, radius, max_points, return_dists, return_points) for p, q in samples]
-    indices, found, distances, counts = (None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
+    results = [_search_sample(p, q, radius, max_points, return_dists, return_points) for p, q in samples]
+    stacked = (None if x[0] is None else torch.stack(x) for x in zip(*results, strict=True))
+    indices, neighbor_points, distances, counts = stacked
     assert indices is not None and counts is not None
-    return indices, found, distances, counts
+    return indices, neighbor_points, distances, counts
 
 
-def _of_one_sample(
+def _search_sample(
     points: Tensor, queries: Tensor, radius: float, max_points: int, return_dists: bool, return_points: bool
-) -> _Found:
+) -> _SearchResult:
     distances, indices, counts = neighbors.radius(queries, points, radius, max_points)
-    is_there = indices < points.shape[0]
-    indices = torch.where(is_there, indices, 0)
-    found = None
+    is_valid = indices < points.shape[0]
+    indices = torch.where(is_valid, indices, 0)
+    neighbor_points = None
     if return_points:
         rows = points.index_select(0, indices.flatten()).unflatten(0, indices.shape)
-        found = torch.where(is_there.unsqueeze(-1), rows, 0.0)
-    return indices, found, torch.where(is_there, distances, 0.0) if return_dists else None, counts.clamp(max=max_points)
+        neighbor_points = torch.where(is_valid.unsqueeze(-1), rows, 0.0)
+    distances_or_none = torch.where(is_valid, distances, 0.0) if return_dists else None
+    return indices, neighbor_points, distances_or_none, counts.clamp(max=max_points)
 
 
-def _in_place_of(op: str, function: Callable[..., object]) -> None:
+def _replace_op(op: str, function: Callable[..., object]) -> None:
     def handle(_func: object, _types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return function(*args, **kwargs)
 
     ShardTensor.register_named_function_handler(op, handle)
 
 
-_in_place_of("physicsnemo.knn_cuml.default", knn)
-_in_place_of("physicsnemo.knn_scipy.default", knn)
-_in_place_of("physicsnemo.radius_search_warp.default", _radius_search)
+_replace_op("physicsnemo.knn_cuml.default", knn)
+_replace_op("physicsnemo.knn_scipy.default", knn)
+_replace_op("physicsnemo.radius_search_warp.default", _radius_search)

@@ -1,4 +1,4 @@
-"""A picture of a layout in text."""
+"""`visualize_sharding` prints which rank holds which part of a sharded tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardcompile.tensor import ShardTensor
 
 
 def visualize_sharding(x: ShardTensor | Layout) -> str:
-    """A table of the shards: which rank holds which rows of which dim. Also printed, by rank 0 of the mesh.
+    """Returns a table of the shards: for each mesh coordinate its slice of each dim. Rank 0 of the mesh also prints it.
 
     Args:
         x: a sharded tensor, or its layout.
@@ -20,7 +20,7 @@ def visualize_sharding(x: ShardTensor | Layout) -> str:
         slices = ", ".join(f"{s.start}:{s.stop}" for s in layout.shard_slices(coordinate))
         lines.append(f"  {coordinate}  [{slices}]  {tuple(layout.local_shape(coordinate))}")
     text = "\n".join(lines)
-    coordinate_here = getattr(layout.mesh, "get_coordinate", lambda: None)()
-    if coordinate_here is None or not any(coordinate_here):
+    my_coordinate = getattr(layout.mesh, "get_coordinate", lambda: None)()
+    if my_coordinate is None or not any(my_coordinate):
         print(text)
     return text

@@ -1,3 +1,3 @@
-"""What users call beside the tensor: routing, gather plans, neighbors, halos, documents, context parallelism,
-replicas.
+"""Parallel algorithms on sharded tensors: routing, gather plans, neighbor search, halo exchange, packed documents,
+context parallelism and checks of replicated modules.
 """

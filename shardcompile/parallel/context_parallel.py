@@ -1,4 +1,4 @@
-"""`context_parallel`: tensors that a program holds already are sharded for as long as a context lasts."""
+"""`context_parallel`, a context manager that shards existing tensors in place for as long as it is active."""
 
 from __future__ import annotations
 
@@ -27,47 +27,48 @@ def context_parallel(
     sizes: Sequence[int] | None = None,
     row_cost: float | None = None,
 ) -> Iterator[None]:
-    """Sharded tensors along their sequences in place, as `torch.distributed.tensor.experimental.context_parallel` does.
+    """Shards tensors in place along their sequence dims, as torch's `context_parallel` does.
 
-    Inside, each buffer *is* a sharded tensor of the same global shape, wherever the program has a reference to it. So a
-    model that is given one runs on local shards without a change. Positions that it counts are those of the whole
-    sequence, and labels may be shifted across shards. Attention goes along the sharded as
-    `shardcompile.config.attention` says. Plain parameters get complete gradients. (In torch's version buffers become
-    plain shards: positions have to be handed over, and gradients are those of the shard.) Nothing is sent when the
-    context begins or ends.
+    The function of torch is `torch.distributed.tensor.experimental.context_parallel`.
+    Inside the context each buffer *is* a sharded tensor of the same global shape, wherever the program holds a
+    reference to it, so a model that receives one runs on local shards without a change. Positions that the model
+    counts are global positions, and labels may be shifted across shards. Attention along the sharded dim uses the
+    strategy that `shardcompile.config.attention` selects. Plain parameters get complete gradients. (In torch's version
+    buffers become plain local shards: positions have to be passed in, and gradients are those of the local shard.)
+    Neither entering nor leaving the context communicates.
 
-    Afterwards each buffer is the tensor that it was. What was written to it inside is gone, as in torch. Graphs that
-    were recorded inside may still run backward. Results of the model stay sharded; see `ShardTensor.full_tensor`.
+    Afterwards each buffer is the original tensor again. Writes to it inside the context are lost, as in torch. Graphs
+    that were recorded inside may still run backward. Results of the model stay sharded; see `ShardTensor.full_tensor`.
 
     Args:
-        mesh: ranks in one dim, or one dim of a mesh: ``mesh["cp"]``.
+        mesh: a mesh of one dim, or one dim of a larger mesh: ``mesh["cp"]``.
         buffers: plain tensors with the same values on every rank: input, labels, caches of positions. No parameters.
-        buffer_seq_dims: for each buffer the dim to shard.
-        no_restore_buffers: those that stay sharded afterwards.
-        sizes: rows of each rank, for buffers that all have as many rows. Equal shards by default, as `torch.chunk` has
-            them.
-        row_cost: if given, shards balance causal attention, see `balanced_partition`: what a row costs besides, in
-            pairs of a query and a key. ``6 * width`` for a usual layer.
+        buffer_seq_dims: the dim to shard, for each buffer.
+        no_restore_buffers: buffers that stay sharded afterwards.
+        sizes: shard size of each rank along the sequence dim, for buffers of equal sequence length. By default the
+            partition is that of `torch.chunk`.
+        row_cost: if given, the partition balances causal attention, see `balanced_partition`: the cost of a row besides
+            attention, in query-key pairs. ``6 * width`` for a usual layer.
 
     Raises:
-        LayoutError: the mesh has several dims; a buffer is a parameter, wants a gradient, is sharded already or is
+        LayoutError: the mesh has several dims; a buffer is a parameter, requires a gradient, is sharded already or is
             named twice; buffers and dims differ in number, or sizes do not fit; called inside of a compiled function.
     """
     buffers = [] if buffers is None else list(buffers)
     dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
     _check(mesh, buffers, dims, kept)
-    partition = _sharder(mesh.size(), sizes, row_cost)
-    # All are sharded before the first one is exchanged, so that none is if one does not fit.
-    pairs = [(x, _shards(x, dim, mesh, partition(x.shape[dim]))) for x, dim in zip(buffers, dims, strict=True)]
-    for x, shards in pairs:
-        compat.exchange_tensors(x, shards)
+    partition = _partition_fn(mesh.size(), sizes, row_cost)
+    # All buffers are sharded before the first one is swapped, so that an error leaves every buffer as it was.
+    pairs = [(x, _distribute(x, dim, mesh, partition(x.shape[dim]))) for x, dim in zip(buffers, dims, strict=True)]
+    for x, other in pairs:
+        compat.exchange_tensors(x, other)
     try:
         yield
     finally:
-        for x, whole in pairs:
+        for x, other in pairs:
             if not any(x is k for k in kept):
-                compat.exchange_tensors(x, whole)
+                compat.exchange_tensors(x, other)
 
 
 def _check(mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:
@@ -75,7 +76,7 @@ def _check(mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kep
     if compat.is_compiling():
         problem = "it begins and ends outside of compiled functions; call them inside of it"
     elif mesh.ndim != 1:
-        problem = f"the mesh has {mesh.ndim} dims; hand over one of them, as mesh['name']"
+        problem = f"the mesh has {mesh.ndim} dims; pass one of them, as mesh['name']"
     elif len(buffers) != len(dims):
         problem = f"there are {len(buffers)} buffers and {len(dims)} buffer_seq_dims"
     elif len({id(x) for x in buffers}) < len(buffers):
@@ -90,11 +91,11 @@ def _check(mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kep
 
 
 def _problem(x: Tensor, dim: int) -> str | None:
-    """Why a tensor cannot be sharded in place."""
+    """Returns why a tensor cannot be sharded in place, or None if it can."""
     if isinstance(x, ShardTensor):
         return f"is sharded already: {x._spec.layout.describe()}"
     if type(x) is not Tensor:
-        way_out = "; parameters stay whole" if isinstance(x, torch.nn.Parameter) else ""
+        way_out = "; parameters stay replicated" if isinstance(x, torch.nn.Parameter) else ""
         return f"is a {type(x).__name__}, not a plain tensor{way_out}"
     if x.requires_grad:
         return "requires a gradient; use distribute_tensor, or ShardTensor.from_local, which is differentiable"
@@ -103,21 +104,25 @@ def _problem(x: Tensor, dim: int) -> str | None:
     return None
 
 
-def _sharder(ranks: int, sizes: Sequence[int] | None, row_cost: float | None) -> Callable[[int], list[int] | None]:
-    """From a number of rows to those of each rank; None is torch.chunk's sharded."""
+def _partition_fn(
+    num_ranks: int, sizes: Sequence[int] | None, row_cost: float | None
+) -> Callable[[int], list[int] | None]:
+    """Returns a function from the number of rows to the shard sizes; None stands for torch.chunk's partition."""
     if sizes is not None and row_cost is not None:
-        raise LayoutError("context_parallel: sizes say how rows are sharded, and so does row_cost; give one of them")
+        raise LayoutError("context_parallel: both sizes and row_cost determine the partition; pass one of them")
 
-    def partition(rows: int) -> list[int] | None:
+    def partition(num_rows: int) -> list[int] | None:
         if row_cost is not None:
-            return balanced_partition([rows], ranks, row_cost=row_cost)
-        if sizes is not None and (len(sizes) != ranks or sum(sizes) != rows):
-            raise LayoutError(f"context_parallel: sizes {list(sizes)} do not sharded {rows} rows over {ranks} ranks")
+            return balanced_partition([num_rows], num_ranks, row_cost=row_cost)
+        if sizes is not None and (len(sizes) != num_ranks or sum(sizes) != num_rows):
+            raise LayoutError(
+                f"context_parallel: sizes {list(sizes)} do not shard {num_rows} rows over {num_ranks} ranks"
+            )
         return None if sizes is None else list(sizes)
 
     return partition
 
 
-def _shards(x: Tensor, dim: int, mesh: DeviceMesh, sizes: list[int] | None) -> ShardTensor:
+def _distribute(x: Tensor, dim: int, mesh: DeviceMesh, sizes: list[int] | None) -> ShardTensor:
     shapes = None if sizes is None else {0: sizes}
     return distribute_tensor(x, mesh, [Shard(dim % x.ndim)], src_data_rank=None, sharding_shapes=shapes)

@@ -1,6 +1,4 @@
-"""Sequences packed one after the other, sharded anywhere: attention within each, and partitions that balance its
-work.
-"""
+"""Attention within packed documents (sequences of varying length) on sharded rows, and partitions that balance it."""
 
 from __future__ import annotations
 
@@ -26,28 +24,28 @@ from shardcompile.tensor.autograd import ToLocal, redistributed
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Attention within packed documents, the rows of which may be sharded anywhere. Differentiable.
+    """Computes attention within packed documents; shards may begin anywhere in a document. Differentiable.
 
-    A rank fetches the rows that its own rows' documents have on other ranks, keys and values together in one exchange:
-    with `causal` only those in front of its own. What lies on one rank sends nothing. One graph serves all partitions
-    and documents; the number of documents is a size like any other, which may make torch compile once more when it
-    changes for the first time.
+    The documents of a rank's local rows may extend to other ranks. The rank fetches their keys and values from there
+    in one exchange; with `causal`, only those before its local rows. A document that lies on one rank communicates
+    nothing. One graph serves all partitions and documents; the number of documents is a size like any other, which may
+    make torch compile once more when it changes for the first time.
 
     Args:
-        query: [rows, heads, features], sharded along dim 0 by one mesh dim, or not at all.
-        key: [rows, heads, features]; the heads may be fewer, and divide those of the query. Brought to the query's
-            sharded.
-        value: as `key`; its features may be others.
-        cu_seqlens: where documents begin and end: [documents + 1], rising from 0 to the number of rows; the same on
-            every rank. Empty documents are allowed.
-        causal: whether a row sees only the rows of its document up to itself.
-        scale: factor of the scores; one over the square root of the features by default.
+        query: [rows, heads, features], sharded along dim 0 by one mesh dim, or not sharded.
+        key: [rows, heads, features]; it may have fewer heads, whose number divides that of the query's. It is
+            redistributed to the partition of the query.
+        value: as `key`; the number of features may differ.
+        cu_seqlens: the cumulative document lengths: [documents + 1], increasing from 0 to the number of rows; the same
+            on every rank. Empty documents are allowed.
+        causal: whether a row attends only to the rows of its document up to itself.
+        scale: factor of the scores; one over the square root of the number of features by default.
 
     Returns:
-        [rows, heads, features of the value], sharded as the query. Plain if all tensors are.
+        [rows, heads, features of the value], sharded as the query. Plain if all arguments are plain.
 
     Raises:
-        LayoutError: shapes or meshes do not fit, several mesh dims sharded the rows, or `cu_seqlens` does not rise
+        LayoutError: shapes or meshes do not fit, several mesh dims shard the rows, or `cu_seqlens` does not increase
             from 0 to the number of rows.
         DivergenceError: documents are not the same on every rank.
     """
@@ -72,8 +70,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     )
     if not fits:
         raise LayoutError(
-            f"varlen_attention takes [rows, heads, features] of as many rows each, of the key as many features as of "
-            f"the query, and heads of key and value that divide those of the query; got {', '.join(map(str, shapes))}"
+            f"varlen_attention takes query, key and value [rows, heads, features] of the same number of rows; query "
+            f"and key have the same number of features, and the number of heads of key and value divides that of the "
+            f"query; got {', '.join(map(str, shapes))}"
         )
 
 
@@ -81,8 +80,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _on_shards(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool, scale: float) -> Tensor:
     mesh = next(x for x in (query, key, value) if isinstance(x, ShardTensor))._spec.layout.mesh
     query, key, value = (on_mesh(x, mesh) for x in (query, key, value))
-    layout = _rows_and_heads(query, key)
-    shards = [ToLocal.apply(redistributed(x, _like(layout, x)), None) for x in (query, key, value)]
+    layout = _attention_layout(query, key)
+    shards = [ToLocal.apply(redistributed(x, _with_shape_of(x, layout)), None) for x in (query, key, value)]
     ends = cu_seqlens
     if isinstance(ends, ShardTensor):
         ends = ToLocal.apply(redistributed(ends, ends._spec.layout.replicated()), None)
@@ -100,41 +99,42 @@ def _on_shards(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, ca
     return wrapped(out, Layout.of(mesh, layout.placements, shape, out.dtype, layout.partitions))
 
 
-def _rows_and_heads(query: ShardTensor, key: ShardTensor) -> Layout:
-    """The layout of the query, with whole features, and whole heads where those of the keys are fewer."""
-    now = query._spec.layout.reduced()
-    if now.partitions[0] is not None and len(now.partitions[0].mesh_dims) > 1:
+def _attention_layout(query: ShardTensor, key: ShardTensor) -> Layout:
+    """Returns the layout of the query with features replicated, and heads too if the key has fewer of them."""
+    current = query._spec.layout.reduced()
+    if current.partitions[0] is not None and len(current.partitions[0].mesh_dims) > 1:
         raise LayoutError(
-            f"varlen_attention: dim 0 of {now.describe()} is sharded over several mesh dims; redistribute it to one "
-            f"first"
+            f"varlen_attention: dim 0 of {current.describe()} is sharded over several mesh dims; redistribute it to "
+            f"one first"
         )
-    heads = compat.same_symbol(query.shape[1], key.shape[1])
-    kept = [now.partitions[0], now.partitions[1] if heads else None, None]
-    placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in now.placements]
-    return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
+    same_heads = compat.same_symbol(query.shape[1], key.shape[1])
+    kept = [current.partitions[0], current.partitions[1] if same_heads else None, None]
+    placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in current.placements]
+    return Layout.of(current.mesh, placements, current.shape, current.dtype, kept)
 
 
-def _like(layout: Layout, x: Tensor) -> Layout:
+def _with_shape_of(x: Tensor, layout: Layout) -> Layout:
+    """Returns `layout` with the shape and dtype of `x`."""
     return Layout.of(layout.mesh, layout.placements, tuple(x.shape), x.dtype, layout.partitions)
 
 
 def balanced_partition(
     lengths: Sequence[int], world_size: int, *, causal: bool = True, row_cost: float = 0.0
 ) -> list[int]:
-    """The partition of packed documents that makes the ranks' work as equal as whole rows allow.
+    """Returns the partition of packed documents that minimizes the cost of the slowest rank.
 
-    A row costs as many pairs of a query and a key as it has, and `row_cost` for the rest of the layer. The partition
-    is the one with the least work on the slowest rank.
+    The cost of a row is the number of its query-key pairs, plus `row_cost` for the rest of the layer.
 
     Args:
-        lengths: rows of each document.
-        world_size: ranks.
-        causal: whether a row sees the rows of its document up to itself, or all of them.
-        row_cost: what a row costs besides attention, in pairs. A pair takes ``4 * width`` operations of a model of that
-            width, and the weights of a usual layer ``24 * width ** 2`` a row: so ``6 * width``, or a measured ratio.
+        lengths: number of rows of each document.
+        world_size: number of ranks.
+        causal: whether a row attends to the rows of its document up to itself, or to all of them.
+        row_cost: cost of a row besides attention, in query-key pairs. A pair takes ``4 * width`` operations in a model
+            of that width, and the weights of a usual layer take ``24 * width ** 2`` per row: so ``6 * width``, or a
+            measured ratio.
 
     Returns:
-        Rows of each rank, for `distribute_tensor` and the like; some may have none.
+        The shard sizes, for `distribute_tensor` and similar functions; some may be 0.
 
     Raises:
         LayoutError: there is no rank, or a length or the cost is negative.
@@ -145,13 +145,13 @@ def balanced_partition(
             f"{list(lengths)[:8]}, {row_cost} and {world_size}"
         )
     costs = itertools.chain.from_iterable((row_cost + (i + 1 if causal else n) for i in range(n)) for n in lengths)
-    done = list(itertools.accumulate(costs, initial=0.0))
-    low, high = done[-1] / world_size, done[-1]
-    best = _fill(done, world_size, high)
-    assert best is not None, "one rank can do all"
+    cumulative = list(itertools.accumulate(costs, initial=0.0))
+    low, high = cumulative[-1] / world_size, cumulative[-1]
+    best = _greedy_partition(cumulative, world_size, high)
+    assert best is not None, "one rank can hold all rows"
     while high - low > 1e-9 * max(high, 1.0):
         limit = (low + high) / 2
-        found = _fill(done, world_size, limit)
+        found = _greedy_partition(cumulative, world_size, limit)
         if found is None:
             low = limit
         else:
@@ -159,17 +159,17 @@ def balanced_partition(
     return best
 
 
-def _fill(done: Sequence[float], ranks: int, limit: float) -> list[int] | None:
-    """Rows of each rank if none works more than a limit and each as much as it may; None if rows are left.
+def _greedy_partition(cumulative: Sequence[float], num_ranks: int, limit: float) -> list[int] | None:
+    """Gives each rank in turn as many rows as the cost limit allows; returns None if rows are left over.
 
     Args:
-        done: work of all rows before each.
-        ranks: how many there are.
-        limit: work of a rank.
+        cumulative: the total cost of all rows before each row, and of all rows.
+        num_ranks: number of ranks.
+        limit: highest cost of a rank.
     """
     sizes, start = [], 0
-    for _ in range(ranks):
-        end = bisect.bisect_right(done, done[start] + limit * (1 + 1e-12), lo=start) - 1
+    for _ in range(num_ranks):
+        end = bisect.bisect_right(cumulative, cumulative[start] + limit * (1 + 1e-12), lo=start) - 1
         sizes.append(end - start)
         start = end
-    return sizes if start == len(done) - 1 else None
+    return sizes if start == len(cumulative) - 1 else None

@@ -1,8 +1,12 @@
-"""Rows that other rows name: the nodes of a graph, named by its edges.
+"""Gather plans: the communication of ``x[index]`` and its adjoint, planned once and run many times.
 
-links = link_rows(nodes, index)   # once for a graph
-rows = links.take(nodes)          # nodes[index]: each row travels once to each rank that names it
-sums = links.add(messages)        # zeros.index_add(0, index, messages): sums travel the same way home
+An example is a graph, whose edges index its nodes::
+
+    plan = plan_gather(nodes, index)   # once for a graph
+    rows = plan.gather(nodes)          # nodes[index]: each row is sent once to each rank that indexes it
+    sums = plan.scatter_add(messages)  # zeros.index_add(0, index, messages): each rank sends one sum per row
+
+This is the inspector / executor scheme of parallel sparse solvers.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import add_rows, find_links, rows_travel, shard_size, take_rows
+from shardcompile.collectives import add_rows, make_gather_plan, rows_travel, shard_size, take_rows
 from shardcompile.errors import LayoutError
 from shardcompile.sharding import Layout
 from shardcompile.tensor import ShardTensor
@@ -31,17 +35,20 @@ from shardcompile.tensor.aligned_rows import (
 from shardcompile.tensor.autograd import ToLocal, redistributed
 
 
-class RowLinks(NamedTuple):
-    """Which rows an index names. Made of tensors: it can be kept, and given to and returned by compiled functions.
+class GatherPlan(NamedTuple):
+    """The plan of the communication that an index needs, made by `plan_gather`.
+
+    It consists of tensors, so it can be stored, passed to compiled functions and returned by them.
 
     Attributes:
-        degree: how often each row is named: [n], int64, sharded as the rows are.
-        asked: asked[s, d] distinct rows are named on rank s of the mesh dim and held by rank d: [ranks, ranks], int64,
-            on the CPU. What a rank names of its own rows is not counted: it does not travel.
-        wanted: the row indices that come to a rank, each once: [b], int64, sharded over what comes.
-        sent: of the rows that a rank sends their numbers in its shard: [a], int64, sharded over what is sent.
-        place: where the row of each entry of the index is: among the rank's own rows, then those that come to it.
-            int64, in the shape of the index.
+        degree: how many entries of the index name each row: [n], int64, sharded as the rows.
+        asked: asked[s, d] is the number of distinct rows that rank s of the mesh dim requests from rank d:
+            [ranks, ranks], int64, on the CPU. Rows that a rank holds itself are not counted, as they are not sent.
+        wanted: the global indices of the rows that a rank receives, each once: [b], int64, sharded as the received
+            rows.
+        sent: the indices in the local shard of the rows that a rank sends: [a], int64, sharded as the sent rows.
+        place: for each entry of the index the position of its row in the concatenation of the local shard and the
+            received rows; int64, in the shape of the index.
     """
 
     degree: Tensor
@@ -50,161 +57,171 @@ class RowLinks(NamedTuple):
     sent: Tensor
     place: Tensor
 
-    def take(self, *xs: Tensor) -> Any:
-        """``x[index]`` of each tensor, all of them by one exchange. Differentiable.
+    def gather(self, *xs: Tensor) -> Any:
+        """Returns ``x[index]`` of each tensor, in one exchange for all of them. Differentiable.
 
         Args:
             xs: each [n, ...].
 
         Returns:
-            Of each [*index.shape, ...], sharded along dim 0 as the index. One tensor if one was given.
+            For each of `xs` [*index.shape, ...], sharded along dim 0 as the index. One tensor if one was given.
 
         Raises:
             LayoutError: there are not as many rows as `degree` has, or they lie on another mesh.
         """
-        return one_or_all(_take(*self, *xs))
+        return one_or_all(_gather(*self, *xs))
 
-    def add(self, *values: Tensor) -> Any:
-        """The sum of the values of all entries that name a row, for each row. Differentiable; the adjoint of `take`.
+    def scatter_add(self, *values: Tensor) -> Any:
+        """Returns ``zeros.index_add(0, index, values)``: for each row the sum of the values whose index names it.
+
+        All tensors take one exchange. Differentiable; the adjoint of `gather`.
 
         Args:
-            values: each [*index.shape, ...]. All of them by one exchange.
+            values: each [*index.shape, ...].
 
         Returns:
-            Of each [n, ...], sharded as the rows. One tensor if one was given.
+            For each of `values` [n, ...], sharded as the rows. One tensor if one was given.
 
         Raises:
             LayoutError: there is not one value for each entry of the index.
         """
-        return one_or_all(_add(*self, *values))
+        return one_or_all(_scatter_add(*self, *values))
 
 
-def link_rows(x: Tensor, index: Tensor) -> RowLinks:
-    """Work out which rows have to travel for an index. Three small collectives; one graph serves every index.
+def plan_gather(x: Tensor, index: Tensor) -> GatherPlan:
+    """Plans which rows are sent for an index. Takes three small collectives; one graph serves every index.
 
     Args:
-        x: whose rows are named: [n, ...], sharded along dim 0 by one mesh dim.
-        index: row indices, negative ones from the end: whole numbers in any shape, brought to shards along dim 0 of
-            the same mesh dim.
+        x: the tensor whose rows are indexed: [n, ...], sharded along dim 0 by one mesh dim.
+        index: row indices, integers in any shape; negative ones count from the end. It is redistributed to shards
+            along dim 0 by the same mesh dim.
 
     Raises:
-        LayoutError: `x` is not sharded along dim 0 by one mesh dim, or `index` holds no whole numbers.
-        RowRangeError: on every rank, before a row is moved, if an entry is out of range.
+        LayoutError: `x` is not sharded along dim 0 by one mesh dim, or `index` does not hold integers.
+        RowRangeError: on every rank, before a row is sent, if an entry is out of range.
     """
-    return RowLinks(*_link(x, index))
+    return GatherPlan(*_plan_gather(x, index))
 
 
-def _partition_along(index: Tensor, mesh_dim: int, layout: Layout) -> ShardTensor:
-    """An index sharded along dim 0 by a mesh dim, and by no other."""
+def _shard_index(index: Tensor, mesh_dim: int, layout: Layout) -> ShardTensor:
+    """Redistributes an index to shards along dim 0 by a mesh dim, and by no other."""
     index = on_mesh(index, layout.mesh)
-    now = index._spec.layout
-    if now.mesh != layout.mesh:
-        raise LayoutError(f"the index {now.describe()} lies on another mesh than the rows, {layout.describe()}")
-    partition = now.partitions[0]
-    if partition is not None and partition.mesh_dims == (mesh_dim,) and all(c is None for c in now.partitions[1:]):
-        return redistributed(index, now.reduced())
+    current = index._spec.layout
+    if current.mesh != layout.mesh:
+        raise LayoutError(f"the index {current.describe()} lies on another mesh than the rows, {layout.describe()}")
+    partition = current.partitions[0]
+    if partition is not None and partition.mesh_dims == (mesh_dim,) and all(c is None for c in current.partitions[1:]):
+        return redistributed(index, current.reduced())
     placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(layout.mesh.ndim)]
     return index.redistribute(placements=placements)
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _link(x: ShardTensor, index: Tensor) -> tuple[Tensor, ...]:
-    """The parts of a `RowLinks`."""
-    mesh_dim = mesh_dim_of_rows(x, "link_rows")
+def _plan_gather(x: ShardTensor, index: Tensor) -> tuple[Tensor, ...]:
+    """Returns the fields of a `GatherPlan`."""
+    mesh_dim = mesh_dim_of_rows(x, "plan_gather")
     if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype is torch.bool or not index.ndim:
         raise LayoutError(
-            f"link_rows: an index is a tensor of whole numbers of at least one dim; got {index.dtype} of shape "
+            f"plan_gather: an index is a tensor of integers of at least one dim; got {index.dtype} of shape "
             f"{tuple(index.shape)}"
         )
     layout = layout_of_column(x._spec.layout.reduced())
     partition = layout.partition_of(0)
     layout = Layout.of_partitions(layout.mesh, layout.shape, torch.int64, [partition])
-    index = _partition_along(index, mesh_dim, layout)
+    index = _shard_index(index, mesh_dim, layout)
     entries = index._spec.layout
     flat = ToLocal.apply(index, None)
     about = math.prod(map(compat.size_hint, entries.shape))
-    links = find_links(flat.reshape(-1), partition, layout.mesh, about, "link_rows")
+    plan = make_gather_plan(flat.reshape(-1), partition, layout.mesh, about, "plan_gather")
     group_name = compat.group_name_of(layout.mesh, mesh_dim)
-    arriving = links.arrived_partition.local_size(compat.coordinate(layout.mesh))
-    shard = shard_size(partition, layout.mesh)
-    ones = torch.ones_like(links.place)
-    ways = (links.asked, links.sent, links.place, shard, arriving, group_name)
-    (degree,) = add_rows([ones], *ways, travels=rows_travel(links.arrived_partition))
+    arriving = plan.arrived_partition.local_size(compat.coordinate(layout.mesh))
+    num_rows = shard_size(partition, layout.mesh)
+    ones = torch.ones_like(plan.place)
+    arguments = (plan.asked, plan.sent, plan.place, num_rows, arriving, group_name)
+    (degree,) = add_rows([ones], *arguments, travels=rows_travel(plan.arrived_partition))
     return (
         wrapped(degree, layout),
-        links.asked,
-        wrapped(links.wanted, layout_of_rows(links.arrived_partition, layout)),
-        wrapped(links.sent, layout_of_rows(links.sent_partition, layout)),
-        wrapped(links.place.view(flat.shape), entries),
+        plan.asked,
+        wrapped(plan.wanted, layout_of_rows(plan.arrived_partition, layout)),
+        wrapped(plan.sent, layout_of_rows(plan.sent_partition, layout)),
+        wrapped(plan.place.view(flat.shape), entries),
     )
 
 
-def _of_entries(entries: Layout, of: Layout, dims: int) -> Layout:
-    """The layout of one value for each of some entries, from that of one for each of others.
+def _with_leading_dims(leading: Layout, source: Layout, num_replaced: int) -> Layout:
+    """Returns the layout `source` with its first dims replaced by those of another layout.
+
+    It turns the layout of rows into that of one row for each entry of an index, and back.
 
     Args:
-        entries: the layout of the entries, of an index or of rows.
-        of: the layout of the values of the others.
-        dims: how many dims of `of` count the others.
+        leading: the layout whose dims come first, of an index or of rows.
+        source: the layout that gives the remaining dims and the dtype.
+        num_replaced: how many leading dims of `source` are replaced.
     """
-    placements = [Shard(p.dim + entries.ndim - dims) if p.is_shard() and p.dim >= dims else p for p in of.placements]  # type: ignore[attr-defined]
-    (mesh_dim,) = entries.partition_of(0).mesh_dims
+    placements = [
+        Shard(p.dim + leading.ndim - num_replaced) if p.is_shard() and p.dim >= num_replaced else p  # type: ignore[attr-defined]
+        for p in source.placements
+    ]
+    (mesh_dim,) = leading.partition_of(0).mesh_dims
     placements[mesh_dim] = Shard(0)
-    shape = (*entries.shape, *of.shape[dims:])
-    return Layout.of(of.mesh, placements, shape, of.dtype, [*entries.partitions, *of.partitions[dims:]])
+    shape = (*leading.shape, *source.shape[num_replaced:])
+    partitions = [*leading.partitions, *source.partitions[num_replaced:]]
+    return Layout.of(source.mesh, placements, shape, source.dtype, partitions)
 
 
 @torch.compiler.allow_in_graph
-def _take(
+def _gather(
     degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: Tensor, place: ShardTensor, *xs: Tensor
 ) -> tuple[Tensor, ...]:
-    home, entries = degree._spec.layout, place._spec.layout
-    mesh_dim = mesh_dim_of_rows(degree, "RowLinks.take")
-    given = [identically_sharded(x, home, "RowLinks.take") for x in xs]
-    numbers, came = ToLocal.apply(place, None), wanted._spec.layout.partition_of(0)
+    row_layout, index_layout = degree._spec.layout, place._spec.layout
+    mesh_dim = mesh_dim_of_rows(degree, "GatherPlan.gather")
+    given = [identically_sharded(x, row_layout, "GatherPlan.gather") for x in xs]
+    positions, received = ToLocal.apply(place, None), wanted._spec.layout.partition_of(0)
     rows = take_rows(
         [ToLocal.apply(x, None) for x in given],
         asked,
         ToLocal.apply(sent, None),
-        numbers.reshape(-1),
-        shard_size(came, home.mesh),
-        compat.group_name_of(home.mesh, mesh_dim),
-        travels=rows_travel(came),
+        positions.reshape(-1),
+        shard_size(received, row_layout.mesh),
+        compat.group_name_of(row_layout.mesh, mesh_dim),
+        travels=rows_travel(received),
     )
     return tuple(
-        wrapped(r.view([*numbers.shape, *r.shape[1:]]), _of_entries(entries, x._spec.layout, 1))
+        wrapped(r.view([*positions.shape, *r.shape[1:]]), _with_leading_dims(index_layout, x._spec.layout, 1))
         for r, x in zip(rows, given, strict=True)
     )
 
 
 @torch.compiler.allow_in_graph
-def _add(
+def _scatter_add(
     degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: Tensor, place: ShardTensor, *values: Tensor
 ) -> tuple[Tensor, ...]:
-    home, entries = degree._spec.layout, place._spec.layout
-    mesh_dim, dims = mesh_dim_of_rows(degree, "RowLinks.add"), entries.ndim
+    row_layout, index_layout = degree._spec.layout, place._spec.layout
+    mesh_dim, dims = mesh_dim_of_rows(degree, "GatherPlan.scatter_add"), index_layout.ndim
     given = []
     for v in values:
-        if v.ndim < dims or not all(map(compat.same_symbol, v.shape[1:dims], entries.shape[1:])):
+        if v.ndim < dims or not all(map(compat.same_symbol, v.shape[1:dims], index_layout.shape[1:])):
             raise LayoutError(
-                f"RowLinks.add: there is one value for each entry of the index, {tuple(entries.shape)}; got "
-                f"{tuple(v.shape)}"
+                f"GatherPlan.scatter_add: there is one value for each entry of the index, "
+                f"{tuple(index_layout.shape)}; got {tuple(v.shape)}"
             )
-        v = identically_sharded(v, entries, "RowLinks.add")
+        v = identically_sharded(v, index_layout, "GatherPlan.scatter_add")
         layout = v._spec.layout
         for d in range(1, dims):
             layout = layout if layout.partitions[d] is None else layout.gathered(d)
         given.append(redistributed(v, layout))
-    numbers, came = ToLocal.apply(place, None), wanted._spec.layout.partition_of(0)
+    positions, received = ToLocal.apply(place, None), wanted._spec.layout.partition_of(0)
     shards = [ToLocal.apply(v, None) for v in given]
     sums = add_rows(
         [b.flatten(0, dims - 1) if dims > 1 else b for b in shards],
         asked,
         ToLocal.apply(sent, None),
-        numbers.reshape(-1),
-        shard_size(home.partition_of(0), home.mesh),
-        shard_size(came, home.mesh),
-        compat.group_name_of(home.mesh, mesh_dim),
-        travels=rows_travel(came),
+        positions.reshape(-1),
+        shard_size(row_layout.partition_of(0), row_layout.mesh),
+        shard_size(received, row_layout.mesh),
+        compat.group_name_of(row_layout.mesh, mesh_dim),
+        travels=rows_travel(received),
     )
-    return tuple(wrapped(s, _of_entries(home, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True))
+    return tuple(
+        wrapped(s, _with_leading_dims(row_layout, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True)
+    )

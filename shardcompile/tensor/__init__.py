@@ -1,4 +1,4 @@
-"""The sharded tensor."""
+"""The tensor subclass `ShardTensor`."""
 
 from shardcompile.tensor import functions
 from shardcompile.tensor.core import ShardTensor as ShardTensor

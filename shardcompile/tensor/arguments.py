@@ -1,6 +1,7 @@
-"""Arguments of torch's functions above autograd. A plain tensor that wants a gradient is promoted to a replicated one.
+"""Prepares the arguments of torch functions above autograd: plain tensors that require a gradient are promoted.
 
-The gradient of a plain tensor is complete on every rank, and that of a sharded one comes in its own layout.
+They become replicated tensors, so that the gradient of a plain tensor is complete on every rank. The gradient of a
+sharded tensor arrives in the layout of the tensor.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ IN_PLACE = {
 """Functions that write to their first argument."""
 
 TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
-"""Functions that take a plain tensor as a place in the autograd graph, not as a value."""
+"""Functions that take a plain tensor as a node of the autograd graph, not as a value."""
 
 
 def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | None, bool]:
-    """The mesh of the first sharded tensor, and whether there is a tensor to promote."""
+    """Returns the mesh of the first sharded tensor, and whether there is a tensor to promote."""
     mesh: DeviceMesh | None = None
     plain = False
     for a in values:
@@ -46,22 +47,22 @@ def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | N
         elif isinstance(a, Tensor):
             plain = plain or a.requires_grad or _is_dtensor(a)
         elif isinstance(a, (list, tuple)) and a and not isinstance(a[0], (int, str)):
-            also_mesh, also_plain = survey(cls, a)
-            mesh, plain = mesh or also_mesh, plain or also_plain
+            nested_mesh, nested_plain = survey(cls, a)
+            mesh, plain = mesh or nested_mesh, plain or nested_plain
     return mesh, plain
 
 
 def promoted(cls: type[Sharded], mesh: DeviceMesh, a: object) -> object:
-    """An argument as a function gets it. Plain tensors that want a gradient become sharded ones, and so do DTensors."""
+    """Promotes an argument: plain tensors that require a gradient, and DTensors, become sharded tensors."""
     if isinstance(a, Tensor):
         if _is_dtensor(a):
             return cls.from_dtensor(a)
         if isinstance(a, cls) or not a.requires_grad or not torch.is_grad_enabled():
             return a
         return promote(a, cls, mesh)
-    if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):  # a graph has its own kind of list
-        several = [promoted(cls, mesh, b) for b in a]
-        return several if isinstance(a, list) else tuple(several)
+    if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):  # includes the immutable lists of FX graphs
+        items = [promoted(cls, mesh, b) for b in a]
+        return items if isinstance(a, list) else tuple(items)
     return a
 
 
@@ -70,8 +71,10 @@ def _is_dtensor(a: Tensor) -> bool:
 
 
 def align_gradient(x: Sharded) -> None:
-    """Have gradients arrive in the layout of `x`: in a leaf, or in a compiled function's output, whose backward pass
-    was compiled for that layout."""
+    """Registers a hook that brings the gradient of `x` to its layout.
+
+    A leaf needs it, and so does an output of a compiled function, whose backward pass was compiled for that layout.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         if not x.requires_grad:
             return
@@ -81,33 +84,34 @@ def align_gradient(x: Sharded) -> None:
 
 
 def laid_out(grad: object, layout: Layout, cls: type[Sharded]) -> object:
-    """A gradient in a layout; a plain one is the whole value, the same on every rank."""
+    """Redistributes a gradient to a layout; a plain gradient counts as replicated."""
     if not isinstance(grad, Tensor):
-        return grad  # there is none
+        return grad  # None
     if isinstance(grad, Sharded):
-        whole = grad
+        sharded = grad
     elif compat.is_compiling() or grad.shape != layout.shape:
-        return grad  # torch says what is wrong with it
+        return grad  # torch raises the error for a wrong shape
     else:
-        whole = Promote.apply(grad, cls, layout.mesh)
-    return redistributed(whole, layout.with_dtype(whole.dtype))
+        sharded = Promote.apply(grad, cls, layout.mesh)
+    return redistributed(sharded, layout.with_dtype(sharded.dtype))
 
 
 def wants_gradient(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether autograd records a call, as a tensor among its arguments has a gradient."""
+    """Returns whether autograd records a call, because a tensor among its arguments requires a gradient."""
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
 
 
 def not_in_place(func: Callable[..., object]) -> Callable[..., Any] | None:
-    """The method that gives what one of `IN_PLACE` writes; None if there is none."""
+    """Returns the out-of-place method for a function of `IN_PLACE`, or None if there is none."""
     name = func.__name__
     return getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
 
 
 def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Write what depends on sharded values, and has a gradient, into a plain tensor: the full value, on every rank.
+    """Runs an in-place function that writes sharded values with a gradient into a plain tensor.
 
-    Where the function has a form that is not in place, what that gives is gathered, or reduced; otherwise the values.
+    The plain tensor receives the full value on every rank. If the function has an out-of-place variant, the result of
+    that is gathered or reduced; otherwise the sharded arguments are.
 
     Raises:
         UnsupportedOpError: the result does not fit into the plain tensor.
@@ -119,8 +123,8 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     target, name, functional = args[0], func.__name__, not_in_place(func)
     if functional is None:
-        whole = torch.utils._pytree.tree_map_only(Sharded, _whole, (tuple(args), dict(kwargs)))
-        return func(*whole[0], **whole[1])
+        full_args, full_kwargs = torch.utils._pytree.tree_map_only(Sharded, _full_tensor, (tuple(args), dict(kwargs)))
+        return func(*full_args, **full_kwargs)
     value = functional(target.clone(), *args[1:], **kwargs)
     if value.shape != target.shape or not torch.can_cast(value.dtype, target.dtype):
         raise UnsupportedOpError(
@@ -130,5 +134,5 @@ def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     return target.copy_(value.full_tensor())
 
 
-def _whole(x: Sharded) -> Tensor:
+def _full_tensor(x: Sharded) -> Tensor:
     return x.full_tensor()

@@ -1,8 +1,7 @@
-"""Differentiable crossings: between layouts, and between plain and sharded tensors.
+"""Differentiable conversions: between layouts, and between plain and sharded tensors.
 
-The gradient of Replicate is Replicate, or a pending sum that is carried out before it leaves. The gradient of Partial
-is Replicate, and that of Shard is the same Shard. A gradient arrives in whatever layout the backward pass left it in
-and is redistributed.
+The gradient of Replicate is Replicate, or a pending sum that is reduced before the gradient becomes plain. The gradient
+of Partial is Replicate, and that of Shard is the same Shard. A gradient may arrive in any layout and is redistributed.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ S = TypeVar("S", bound=Sharded)
 
 
 def brought_to(x: Sharded, layout: Layout, async_op: bool = False) -> Sharded:
-    """`x` in another layout, without autograd."""
+    """Redistributes `x` to another layout, without autograd."""
     plan = find_plan(x._spec.layout, layout)
-    async_op = async_op and plan.communicates and type(x._local_tensor) is Tensor  # the passes order what is traced
+    async_op = async_op and plan.communicates and type(x._local_tensor) is Tensor  # in a graph the passes place waits
     local = run_plan(plan, x._local_tensor, async_op=async_op) if plan.steps else x._local_tensor.clone()
     stride = dense_stride(layout.shape, x._spec.stride)
-    # One that is on its way is put in order when it has come.
+    # A shard whose collective is in flight is put in order after the wait.
     out = type(x)._wrap(local if async_op else in_order(local, stride), Spec.of(layout, stride))
     if async_op:
         out._in_flight = out.__dict__.pop("_local_tensor")
@@ -41,18 +40,18 @@ def brought_to(x: Sharded, layout: Layout, async_op: bool = False) -> Sharded:
 
 
 class Redistribute(torch.autograd.Function):
-    """Bring a tensor from one layout to another; cast it before."""
+    """Casts a tensor and redistributes it to another layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> object:
-        """Redistribute, and remember where the gradient has to go."""
+        """Redistributes, and saves the layout and the dtype of the gradient."""
         ctx.cls, ctx.source = type(x), x._spec.layout
         ctx.dtype, ctx.backward_dtype = x.dtype, backward_dtype
         return brought_to(x.to(layout.dtype), layout, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Bring the gradient to the source's layout, and to its dtype after that."""
+        """Redistributes the gradient to the layout of the input, then casts it to the dtype of the input."""
         grad = sharded_gradient(grad, ctx.cls, ctx.source)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
@@ -61,50 +60,51 @@ class Redistribute(torch.autograd.Function):
 
 
 def redistributed(x: S, layout: Layout, async_op: bool = False, backward_dtype: torch.dtype | None = None) -> S:
-    """`x` in another layout, of the dtype that this has, differentiably; `x` itself if it has that layout."""
+    """Redistributes `x` to another layout and its dtype, differentiably; returns `x` itself if it has that layout."""
     if x._spec.layout == layout:
         return x
     return Redistribute.apply(x, layout, async_op, backward_dtype)
 
 
 def in_one_piece(x: S) -> S:
-    """A tensor sharded of neighbouring rows, differentiably; itself if it has these."""
+    """Redistributes `x` so that each shard is one segment of rows, differentiably; returns `x` itself if it is so."""
     layout = x._spec.layout
     return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
 
 
 def _resolve(x: Tensor) -> Tensor:
-    """A view, or a copy if `x` is conjugated or negated lazily. Below `__torch_dispatch__` nothing reads these flags.
+    """Returns a view, or a copy if `x` has the conjugate or negative bit, which nothing below dispatch reads.
 
-    It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty shard is a tensor of its own.
+    The result requires no gradient: the sharded tensor does. Dynamo guards on it, and an empty shard, which is a new
+    tensor, does not require one.
     """
     x = x.detach()
-    if x._is_zerotensor():  # zeros without memory: of autograd's own making
+    if x._is_zerotensor():  # zeros without memory, which autograd makes
         return torch.zeros_like(x)
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def sharded_gradient(grad: Tensor, cls: type[Sharded], layout: Layout) -> Sharded:
-    """A gradient as a sharded tensor.
+    """Returns a gradient as a sharded tensor.
 
-    Where it is zero whatever the input, such as that of `sgn` in a second backward pass, autograd makes it itself:
-    plain, and whole on every rank.
+    Where a gradient is identically zero, such as that of `sgn` in a second backward pass, autograd makes a plain
+    tensor of the global shape on every rank.
     """
     return grad if isinstance(grad, cls) else Promote.apply(grad, cls, layout.mesh)
 
 
 class FromLocal(torch.autograd.Function):
-    """From this rank's local shard to the sharded tensor."""
+    """Wraps this rank's local shard as a sharded tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: type[Sharded], spec: Spec) -> Sharded:
-        """Wrap a shard, or a copy where it is not stored as the strides say: views are decided on these."""
+        """Wraps the shard, or a copy if its strides differ from those of the spec, by which views are decided."""
         ctx.cls, ctx.layout = cls, spec.layout
         return cls._wrap(in_order(_resolve(local), spec.stride), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Hand out this rank's local shard of the gradient."""
+        """Returns this rank's local shard of the gradient."""
         grad = sharded_gradient(grad, ctx.cls, ctx.layout)
         grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
         shard, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
@@ -112,21 +112,21 @@ class FromLocal(torch.autograd.Function):
 
 
 def _averaged_terms(layout: Layout) -> int:
-    """How many terms the tensor is the average of."""
+    """Returns the number of terms that the tensor is the average of; 1 if it is not an average."""
     terms = 1
     for count, placement in zip(layout.mesh.shape, layout.placements, strict=True):
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             if placement.reduce_op != "avg":
                 raise RedistributeError(
-                    f"the shard of {layout.describe()} is a term that has no gradient of its own; only sums and "
-                    "averages of terms have. Redistribute, then take the gradient of the tensor"
+                    f"the shard of {layout.describe()} is a term of a reduction without a gradient of the terms; only "
+                    "sums and averages have one. Redistribute, then take the gradient of the tensor"
                 )
             terms *= count
     return terms
 
 
 def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Layout:
-    """The layout of a gradient whose shards are the gradients of the ranks' shards.
+    """Returns the layout of a gradient whose local shards are the gradients of the local shards.
 
     Raises:
         LayoutError: the shards would have other shapes.
@@ -136,43 +136,43 @@ def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Lay
     pairs = zip(layout.partitions, result.partitions, strict=True)
     if not all(a is b or (a is not None and a.same_shards(b)) for a, b in pairs):
         raise LayoutError(
-            f"grad_placements {list(wanted)} would give the gradient of a shard of another shape than the shard of "
-            f"{layout.describe()}; only Replicate and Partial can stand for one another"
+            f"grad_placements {list(wanted)} would give the gradient another local shape than the shard of "
+            f"{layout.describe()}; only Replicate and Partial can replace one another"
         )
     return result
 
 
 class ToLocal(torch.autograd.Function):
-    """From the sharded tensor to this rank's local shard."""
+    """Unwraps this rank's local shard of a sharded tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, grad_layout: Layout | None) -> Tensor:
-        """Unwrap the shard."""
+        """Returns the local shard."""
         ctx.cls = type(x)
         ctx.layout = grad_layout if grad_layout is not None else x._spec.layout.reduced()
         return torch.ops.aten.alias.default(x._local_tensor)  # `view` would give other strides to sizes of 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Take the shard of the gradient as such."""
+        """Wraps the gradient of the local shard as a sharded tensor."""
         layout = ctx.layout.with_dtype(grad.dtype)
         spec = Spec.of(layout, contiguous_stride(layout.shape))
         return FromLocal.apply(grad, ctx.cls, spec), None
 
 
 class Promote(torch.autograd.Function):
-    """From a plain tensor, the same on every rank, to a replicated one."""
+    """Wraps a plain tensor, the same on every rank, as a replicated tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh, completes: bool = True) -> Sharded:
-        """Wrap the whole value; `completes`: whether the gradient is completed here, or by who gets it."""
+        """Wraps the tensor; `completes` says whether backward completes the gradient, or leaves it to its consumer."""
         ctx.cls, ctx.completes = cls, completes
         x = _resolve(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Complete the gradient before it leaves."""
+        """Reduces and gathers the gradient, unless its consumer does, and returns it as a plain tensor."""
         if not ctx.completes or not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
             return grad, None, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())

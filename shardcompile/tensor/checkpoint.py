@@ -1,8 +1,8 @@
-"""Saving and loading: what `torch.distributed.checkpoint` asks a tensor sharded for.
+"""Saving and loading: the protocol by which `torch.distributed.checkpoint` writes and reads sharded tensors.
 
-A rank writes its shard with the place where it starts in the global tensor. It reads the part of whatever was saved
-that its shard covers. So a checkpoint fits any other world size, mesh, placement and sharded, plain tensors and
-DTensors; nothing is gathered. If several ranks hold the same shard, torch keeps one.
+A rank writes its local shard with its offsets in the global tensor, and reads the part of the saved tensor that its
+local shard covers. A checkpoint can therefore be loaded with any world size, mesh, placements and partition, and as
+plain tensors and DTensors; nothing is gathered. If several ranks hold the same shard, torch keeps one.
 
 Protocol: `torch.distributed._checkpointable` (2.11 to 2.15).
 """
@@ -21,26 +21,26 @@ from shardcompile.errors import ShardError
 from shardcompile.sharding import Layout
 
 if TYPE_CHECKING:
-    # Whoever calls this has imported it; others need not pay.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
     from shardcompile.tensor.core import ShardTensor
 
-# torch.distributed.checkpoint is imported when it is used: whoever calls these functions has imported it.
+# torch.distributed.checkpoint is imported inside the functions: their callers have imported it, and other programs do
+# not need it.
 
 
 def write_items(name: str, x: ShardTensor) -> list[WriteItem]:
-    """What this rank writes for a tensor: its shard, unless that is empty.
+    """Returns what this rank writes for a tensor: its local shard, unless that is empty.
 
     Args:
-        name: under which it is saved.
+        name: the name under which it is saved.
         x: the tensor.
 
     Raises:
         ShardError: `x` is a pending reduction.
     """
-    # Whoever calls this has imported it; others need not pay.
+    # The caller has imported it, and other programs do not need it.
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -57,12 +57,13 @@ def write_items(name: str, x: ShardTensor) -> list[WriteItem]:
 
 
 def chunks(x: ShardTensor) -> list[ChunkStorageMetadata]:
-    """The part of the global tensor that this rank holds: one box, or none.
+    """Returns the chunk of the global tensor that this rank holds: one box, or none.
 
-    A checkpoint knows a part by its name and where it starts, as the shard behind an empty one does, too: so an empty
-    shard is no part. A tensor without elements is held by the first rank of the mesh, so that the checkpoint knows it.
+    A checkpoint identifies a chunk by its name and its offsets. An empty shard has the same offsets as the shard that
+    follows it, so it is not a chunk. For a tensor without elements the first rank of the mesh has the only chunk, so
+    that the checkpoint contains the tensor.
     """
-    # Whoever calls this has imported it; others need not pay.
+    # The caller has imported it, and other programs do not need it.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     layout = x._spec.layout
@@ -85,15 +86,15 @@ def chunks(x: ShardTensor) -> list[ChunkStorageMetadata]:
 
 
 def shard(x: ShardTensor, index: MetadataIndex) -> Tensor:
-    """The shard from which a part is written, or into which it is read.
+    """Returns the local shard from which a chunk is written, or into which it is read.
 
     Raises:
-        ValueError: this rank's local shard starts somewhere else.
+        ValueError: this rank's local shard has other offsets.
     """
     starts = [chunk.offsets for chunk in chunks(x)]
     if index.offset is not None and torch.Size(index.offset) not in starts:
         raise ValueError(
-            f"{index.fqn}: no part of {x._spec.layout.describe()} on this rank starts at {tuple(index.offset)}; "
+            f"{index.fqn}: no chunk of {x._spec.layout.describe()} on this rank starts at {tuple(index.offset)}; "
             f"there is one at {[tuple(s) for s in starts]}"
         )
     local: Tensor = x._local_tensor
@@ -101,22 +102,22 @@ def shard(x: ShardTensor, index: MetadataIndex) -> Tensor:
 
 
 def shard_like(full: Tensor, like: ShardTensor) -> ShardTensor:
-    """Full values in the layout of another tensor; every rank has the full values.
+    """Shards a full tensor, which every rank has, in the layout of another one.
 
     Args:
-        full: plain.
-        like: of the same shape.
+        full: a plain tensor.
+        like: a tensor of the same shape.
     """
     layout: Layout = like._spec.layout
     if layout.is_partial:
-        raise ShardError(f"full values cannot be put into {layout.describe()}, a pending reduction")
-    mine = full[layout.shard_slices(compat.coordinate(layout.mesh))] if full.ndim else full
-    fresh = torch.empty_like(like._local_tensor).copy_(mine.detach())
-    return like._wrap_like(like, fresh)
+        raise ShardError(f"a full tensor cannot be sharded as {layout.describe()}, a pending reduction")
+    values = full[layout.shard_slices(compat.coordinate(layout.mesh))] if full.ndim else full
+    local = torch.empty_like(like._local_tensor).copy_(values.detach())
+    return like._wrap_like(like, local)
 
 
 def teach(sharded: type[ShardTensor]) -> None:
-    """Have ``get_state_dict`` and its kin gather, offload and sharded tensors sharded."""
+    """Makes ``get_state_dict`` and related functions gather, offload and distribute sharded tensors."""
     teach_state_dicts(sharded, shard_like)
 
 
@@ -124,24 +125,24 @@ def teach(sharded: type[ShardTensor]) -> None:
 
 
 def saver() -> int:
-    """Which rank pickles: -1 without process groups."""
+    """Returns the global rank that pickles a tensor; -1 without process groups."""
     return dist.get_rank() if dist.is_initialized() else -1
 
 
 def check_saver(rank: int, layout: Layout) -> None:
-    """Refuse the shard of another rank.
+    """Checks that a pickled shard is not that of another rank.
 
     Args:
-        rank: that has pickled the shard, see `saver`.
-        layout: of the tensor.
+        rank: the rank that has pickled the shard, see `saver`.
+        layout: the layout of the tensor.
 
     Raises:
-        ShardError: a shard of another rank, which would silently stand for this rank's own.
+        ShardError: the shard is that of another rank, and would silently be taken for this rank's own.
     """
-    here = saver()
-    if -1 not in (here, rank) and here != rank and not layout.is_replicated:
+    loader = saver()
+    if -1 not in (loader, rank) and loader != rank and not layout.is_replicated:
         raise ShardError(
-            f"this is the shard that rank {rank} had of {layout.describe()}, and this is rank {here}. A file of "
-            "torch.save, or a pickled tensor, holds one rank's shard. Save with torch.distributed.checkpoint, which "
+            f"this is the local shard of {layout.describe()} on rank {rank}, and it is loaded on rank {loader}. A file "
+            "of torch.save, or a pickled tensor, holds one rank's shard. Save with torch.distributed.checkpoint, which "
             "can be loaded on any ranks, or save and send x.full_tensor()"
         )

@@ -1,4 +1,4 @@
-"""Finds the layout of a tensor that is made of shards."""
+"""Determines the layout of a sharded tensor from its local shards and the arguments of its constructor."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from shardcompile.tensor.inputs import (
 )
 
 Sizes = Sequence[Any] | Tensor
-"""Sizes of all shards along a dim: ints, whole shard shapes, or a tensor of integers, the same on every rank."""
+"""Sizes of all shards along a dim: ints, shard shapes, or a tensor of integers, the same on every rank."""
 
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sizes]
-_Shards = dict[tuple[int, ...], list[int]]
-"""Shapes of shards by mesh coordinate."""
+_ShardShapes = dict[tuple[int, ...], list[int]]
+"""Shapes of all shards, by mesh coordinate."""
 
 
 def layout_of_shard(
@@ -46,10 +46,10 @@ def layout_of_shard(
     global_shape: Sequence[int] | None,
     run_check: bool,
 ) -> Layout:
-    """The layout of the tensor of which `local` is this rank's local shard.
+    """Returns the layout of the tensor of which `local` is this rank's local shard.
 
     Raises:
-        LayoutError: anything does not fit together.
+        LayoutError: the shards, the arguments or the ranks do not fit together.
     """
     if compat.coordinate(mesh) is None:
         raise LayoutError(f"rank {dist.get_rank()} is not among the ranks of {mesh}: only these can hold shards")
@@ -57,18 +57,20 @@ def layout_of_shard(
         placements = [Replicate()] * mesh.ndim
     infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
     if compat.is_fake(local) or not (run_check or infer):
-        check_kind("from_local", kind_of(local, mesh))  # else when all ranks know of it
-    shards: _Shards | None = None
+        check_kind("from_local", kind_of(local, mesh))  # otherwise after the exchange, on all ranks
+    shapes: _ShardShapes | None = None
     if compat.is_fake(local):
         compat.trace_size_obliviously()
         if run_check:
-            raise LayoutError("from_local(run_check=True) compares the ranks, which a trace cannot; call it outside")
+            raise LayoutError(
+                "from_local(run_check=True) compares the ranks, which is not possible while tracing; call it outside"
+            )
         if infer or _has_symbols(sharding_shapes):
-            return _layout_of_symbols(local, mesh, placements, sharding_shapes, global_shape)
+            return _traced_layout(local, mesh, placements, sharding_shapes, global_shape)
     elif run_check or infer:
-        # Before anything that may fail on one rank alone: the others would wait for it.
-        shards = _agreed_shards(local, mesh, placements, sharding_shapes, global_shape)
-    layout = _layout_as_asked(local, mesh, placements, sharding_shapes, global_shape, shards)
+        # The exchange precedes everything that may fail on one rank alone: the other ranks would wait forever.
+        shapes = _agreed_shapes(local, mesh, placements, sharding_shapes, global_shape)
+    layout = _requested_layout(local, mesh, placements, sharding_shapes, global_shape, shapes)
     problem = _problem(local, layout, global_shape)
     if run_check:
         _check_ranks(local, layout, problem)
@@ -78,38 +80,37 @@ def layout_of_shard(
 
 
 def refuse_quantized(dtype: torch.dtype) -> None:
-    """Raise for elements that mean something with a scale beside them only.
+    """Refuses quantized dtypes, whose elements mean nothing without a scale.
 
     Raises:
-        LayoutError: the dtype is one of these.
+        LayoutError: the dtype is quantized.
     """
     if dtype in QUANTIZED:
         raise LayoutError(
-            f"shards are dense tensors, asked for a quantized one ({dtype}); first dequantize(), or take int_repr() "
-            "and keep the scale beside it"
+            f"shards are dense tensors, got a quantized dtype ({dtype}); first dequantize(), or take int_repr() and "
+            "keep the scale as a separate tensor"
         )
 
 
-def _layout_of_symbols(
+def _traced_layout(
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shapes: ShardingShapes,
     global_shape: Sequence[int] | None,
 ) -> Layout:
-    """Inside a trace, where nothing can be sent: sizes to infer, or that are no constants, become known at run time."""
+    """Returns the layout of a shard while tracing; shard sizes that are not constants are symbols of the graph."""
     if mesh.ndim > 1 or global_shape is not None:
         raise LayoutError(
             "inside a compiled function from_local takes shard sizes that are not constants on 1-D meshes only, and "
-            f"without global_shape; here sharding_shapes={shapes!r} on {mesh}. "
-            "Call it outside"
+            f"without global_shape; got sharding_shapes={shapes!r} on {mesh}. Call it outside"
         )
     stated = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     partitions: list[Partition | None] = [None] * local.ndim
     if isinstance(stated[0], Shard):
         dim = stated[0].dim
-        sizes = None if isinstance(shapes, str) else _sizes_stated(shapes, stated, dim)
+        sizes = None if isinstance(shapes, str) else _stated_sizes(shapes, stated, dim)
         shape[dim], key = symbolic_partition(local, dim, sizes, compat.group_name_of(mesh, 0))
         partitions[dim] = Partition.traced([0], mesh.shape, shape[dim], key, local.shape[dim])
     return Layout.of(mesh, stated, shape, local.dtype, partitions)
@@ -119,26 +120,26 @@ def _has_symbols(sharding_shapes: ShardingShapes) -> bool:
     return any(isinstance(v, torch.SymInt) for v in torch.utils._pytree.tree_leaves(sharding_shapes))
 
 
-def _sizes_stated(shapes: Mapping[int, Sizes], placements: Sequence[Placement], dim: int) -> list[IntLike]:
+def _stated_sizes(shapes: Mapping[int, Sizes], placements: Sequence[Placement], dim: int) -> list[IntLike]:
     for mesh_dim in shapes:
         _require_shard(placements, mesh_dim)
     return [v[dim] if isinstance(v, (tuple, list)) else v for v in shapes[0]]
 
 
-def _layout_as_asked(
+def _requested_layout(
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     sharding_shapes: ShardingShapes,
     global_shape: Sequence[int] | None,
-    shards: _Shards | None,
+    shapes: _ShardShapes | None,
 ) -> Layout:
     stated = normalize_placements(placements, mesh, local.ndim)
     if isinstance(sharding_shapes, Mapping):
         return _stated_layout(local, mesh, stated, sharding_shapes)
     if sharding_shapes == "infer":
-        assert shards is not None, "exchanged before"
-        return _layout_of_shapes(shards, mesh, stated, local.dtype)
+        assert shapes is not None, "the ranks have exchanged their shapes"
+        return _inferred_layout(shapes, mesh, stated, local.dtype)
     if sharding_shapes != "chunk":
         raise LayoutError(f'sharding_shapes must be "infer", "chunk" or a mapping, got {sharding_shapes!r}')
     if global_shape is None:
@@ -163,13 +164,13 @@ def _problem(local: Tensor, layout: Layout, global_shape: Sequence[int] | None) 
 def stated_partitions(
     now: Layout, placements: Sequence[Placement], shapes: Mapping[int, Sizes] | None, fixed: bool
 ) -> dict[int, Partition]:
-    """Partitions by tensor dim that a mapping from mesh dim to shard sizes stands for.
+    """Returns the partitions, by tensor dim, that a mapping from mesh dims to shard sizes states.
 
     Args:
-        now: for the mesh and the global shape.
-        placements: of the layout that is described.
-        shapes: as a user gives them, see `Sizes`.
-        fixed: whether the sizes become part of the program, as they do inside a trace.
+        now: a layout that has the mesh and the global shape.
+        placements: the placements of the stated layout.
+        shapes: the mapping as a user passes it, see `Sizes`.
+        fixed: whether the sizes become constants of the graph, as they do while tracing.
 
     Raises:
         LayoutError: a mesh dim shards nothing, or the sizes do not add up to the global size.
@@ -181,15 +182,14 @@ def stated_partitions(
         if isinstance(now.shape[dim], int) and partition.size != now.shape[dim]:
             raise LayoutError(
                 f"sharding_shapes {list(partition.sizes)} for mesh dim {mesh_dim} add up to {partition.size}, but "
-                f"tensor dim "
-                f"{dim} has size {now.shape[dim]} ({now.describe()})"
+                f"tensor dim {dim} has size {now.shape[dim]} ({now.describe()})"
             )
         partitions[dim] = partition
     return partitions
 
 
 def _require_shard(placements: Sequence[Placement], mesh_dim: int) -> int:
-    """The tensor dim that a mesh dim shards."""
+    """Returns the tensor dim that a mesh dim shards, and raises an error if there is none."""
     placement = placements[mesh_dim] if 0 <= mesh_dim < len(placements) else None
     if not isinstance(placement, Shard):
         raise LayoutError(f"sharding_shapes names mesh dim {mesh_dim}, which shards nothing in {list(placements)}")
@@ -212,8 +212,8 @@ def _stated_partition(
     return Partition.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes, "fixed" if fixed else "dynamic")
 
 
-def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
-    """A shard size as it may be stated: a whole number, or the shape of the shard."""
+def _size(value: Tensor, dim: int, sizes: Sequence[object]) -> int:
+    """Returns a shard size that is stated as an integer or as the shape of the shard; `sizes` is for the message."""
     if isinstance(value, (tuple, list)) and dim < len(value):
         value = value[dim]
     try:
@@ -222,8 +222,8 @@ def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
         return operator.index(value)
     except TypeError:
         raise LayoutError(
-            f"a shard size is a whole number, or the shape of the shard; got {value!r} for tensor dim {dim} in "
-            f"sharding_shapes {among!r}"
+            f"a shard size is an integer, or the shape of the shard; got {value!r} for tensor dim {dim} in "
+            f"sharding_shapes {sizes!r}"
         ) from None
 
 
@@ -241,10 +241,10 @@ def _stated_layout(
         values = next((shapes[m] for m in reversed(mesh_dims) if m in shapes), None)
         if values is None:
             raise LayoutError(
-                f"sharding_shapes {dict(shapes)} says nothing of mesh dim {mesh_dim}, which shards "
-                f"tensor dim {placement.dim}"
+                f"sharding_shapes {dict(shapes)} has no entry for mesh dim {mesh_dim}, which shards tensor dim "
+                f"{placement.dim}"
             )
-        shard = local.shape[placement.dim] if compat.is_fake(local) else None  # else it is compared with all others
+        shard = local.shape[placement.dim] if compat.is_fake(local) else None  # outside of traces `_problem` checks it
         partition = _stated_partition(mesh, placements, placement.dim, values, fixed=False, shard=shard)
         partitions[placement.dim] = partition
         shape[placement.dim] = partition.size  # type: ignore[assignment]
@@ -254,14 +254,14 @@ def _stated_layout(
 # Exchanging shapes
 
 
-def _agreed_shards(
+def _agreed_shapes(
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     sharding_shapes: ShardingShapes,
     global_shape: Sequence[int] | None,
-) -> _Shards:
-    """The shapes of all shards, after checking that all ranks ask for the same."""
+) -> _ShardShapes:
+    """Exchanges the shapes of all shards, and checks that all ranks pass the same arguments."""
     request = repr((list(placements), sharding_shapes, as_tuple(global_shape)))
     given = exchange_given(Given.of(request, local, kind_of(local, mesh)), mesh)
     check_given("from_local", given)
@@ -271,8 +271,8 @@ def _agreed_shards(
     return {c: list(g.sizes()) for c, g in given.items()}
 
 
-def _layout_of_shapes(
-    shapes: _Shards, mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
+def _inferred_layout(
+    shapes: _ShardShapes, mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> Layout:
     ndim = len(next(iter(shapes.values())))
     dim_sizes: list[int] = []
@@ -289,22 +289,22 @@ def _layout_of_shapes(
     return Layout.of(mesh, placements, dim_sizes, dtype, partitions)
 
 
-def _sizes_along(shapes: _Shards, mesh_dims: list[int], dim: int) -> list[int]:
-    """Shard sizes along a tensor dim, after checking that nothing else decides them."""
+def _sizes_along(shapes: _ShardShapes, mesh_dims: list[int], dim: int) -> list[int]:
+    """Returns the shard sizes along a tensor dim, and checks that they depend on the given mesh dims only."""
     sizes: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for coordinate, shape in sorted(shapes.items()):
-        shard = tuple(coordinate[m] for m in mesh_dims)
-        size, where = sizes.setdefault(shard, (shape[dim], coordinate))
+        index = tuple(coordinate[m] for m in mesh_dims)
+        size, first = sizes.setdefault(index, (shape[dim], coordinate))
         if size != shape[dim]:
             raise LayoutError(
-                f"the shards do not fit together: dim {dim} has size {size} at mesh coordinate {where} and "
+                f"the shards do not fit together: dim {dim} has size {size} at mesh coordinate {first} and "
                 f"{shape[dim]} at {coordinate}; it is sharded by mesh dims {mesh_dims} only"
             )
-    return [sizes[b][0] for b in sorted(sizes)]
+    return [sizes[index][0] for index in sorted(sizes)]
 
 
-class _Believed(NamedTuple):
-    """What a rank believes of a tensor: its layout, whether its shard does not fit, and the shard's values."""
+class _Digest(NamedTuple):
+    """What ranks compare of a tensor: digests of its layout and of its values, and whether the shard does not fit."""
 
     layout: int
     is_wrong: int
@@ -312,24 +312,24 @@ class _Believed(NamedTuple):
 
 
 def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
-    """Compare what the ranks believe; raise on all of them alike.
+    """Compares layouts and replicated values over the ranks, and raises the same error on all of them.
 
     Raises:
         LayoutError: layouts differ, a shard does not fit on some rank, or replicated values differ.
     """
-    mine = _Believed(digest_of(layout.describe()), int(problem is not None), checksum(local))
-    rows = {c: _Believed(*r) for c, r in exchange(mine, layout.mesh).items()}
+    digest = _Digest(digest_of(layout.describe()), int(problem is not None), checksum(local))
+    rows = {c: _Digest(*r) for c, r in exchange(digest, layout.mesh).items()}
     require_same(rows, "layout", "another layout", lambda r: f"digest {r.layout:x}; here {layout.describe()}")
-    bad = [c for c, r in rows.items() if r.is_wrong]
-    if bad:
-        raise LayoutError(problem or f"the shard at mesh coordinate {bad[0]} does not fit {layout.describe()}")
-    differing = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
-    groups: dict[Coordinate, tuple[int, Coordinate]] = {}
+    wrong = [c for c, r in rows.items() if r.is_wrong]
+    if wrong:
+        raise LayoutError(problem or f"the shard at mesh coordinate {wrong[0]} does not fit {layout.describe()}")
+    sharding_dims = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
+    replicas: dict[Coordinate, tuple[int, Coordinate]] = {}
     for coordinate, row in rows.items():
-        shard = tuple(coordinate[m] for m in differing)
-        value, where = groups.setdefault(shard, (row.values, coordinate))
+        index = tuple(coordinate[m] for m in sharding_dims)
+        value, first = replicas.setdefault(index, (row.values, coordinate))
         if value != row.values:
-            raise LayoutError(f"replicated values differ between mesh coordinates {where} and {coordinate}")
+            raise LayoutError(f"replicated values differ between mesh coordinates {first} and {coordinate}")
 
 
 # Pickling
@@ -345,12 +345,12 @@ PlainParts = tuple[
 
 
 def plain_parts(spec: Spec) -> PlainParts:
-    """A spec as a mesh, placements and numbers, which `torch.load` reads without trusting the file."""
+    """Returns a spec as a mesh, placements and numbers, which ``torch.load(weights_only=True)`` accepts."""
     layout = spec.layout
     for c in layout.partitions:
         if c is not None:
             c.check_one_segment()
-    # torch.chunk's sharded of rows of which each became several elements is told by its sizes.
+    # A chunked partition of rows that were scaled to several elements each is stored with its sizes.
     partitions = [
         None if c is None else ("dynamic" if c.kind == "chunk" and c.scale > 1 else c.kind, c.mesh_dims, c.sizes)
         for c in layout.partitions
@@ -366,7 +366,7 @@ def spec_of_plain_parts(
     stride: Sequence[IntLike],
     partitions: Sequence[PlainPartition | None],
 ) -> Spec:
-    """Inverse of `plain_parts`."""
+    """Returns the spec that `plain_parts` has taken apart."""
 
     def partition(dim: int, kind: str, mesh_dims: Sequence[int], sizes: Sequence[int]) -> Partition:
         parts = [mesh.shape[m] for m in mesh_dims]

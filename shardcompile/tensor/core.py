@@ -57,13 +57,13 @@ _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 class ShardTensor(Traced):
     """A tensor whose shards, of any size, lie on the ranks of a mesh.
 
-    It has the global shape and behaves as the plain tensor would; `to_local` gives this rank's local shard. Made by
-    `from_local`, `scatter_tensor`, `distribute_tensor` and the factories.
+    It has the global shape and behaves as the full tensor would; `to_local` returns this rank's local shard. It is
+    created by `from_local`, `scatter_tensor`, `distribute_tensor` and the factory functions.
     """
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
-        """Wrap a shard; for users there is `from_local`."""
+        """Wraps a local shard; users call `from_local`."""
         self = cls._wrap(local, spec)
         if requires_grad:
             self.requires_grad_()
@@ -90,7 +90,7 @@ class ShardTensor(Traced):
             for a in args:
                 if type(a) is not cls or a._align_grad:
                     break
-            else:  # the common case first, and without a call for each argument
+            else:  # a fast path for the common case
                 try:
                     with _without_torch_function():
                         return func(*args)
@@ -114,14 +114,14 @@ class ShardTensor(Traced):
     def _prepared(
         cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The arguments of a function with plain tensors promoted that want a gradient."""
+        """Returns the arguments of a function, in which plain tensors that require a gradient are promoted."""
         if promotion.Promotion.mode is not SILENT and func not in TAKES_LEAVES:
-            promotion.tell_of_plain(func, (args, kwargs))
+            promotion.report_plain_tensors(func, (args, kwargs))
         mesh, plain = survey(cls, args)
         if kwargs:
-            also_mesh, also_plain = survey(cls, kwargs.values())
-            mesh, plain = mesh or also_mesh, plain or also_plain
-        # A transform of torch.func differentiates what it has wrapped itself, and puts no gradient into a plain tensor.
+            kwargs_mesh, kwargs_plain = survey(cls, kwargs.values())
+            mesh, plain = mesh or kwargs_mesh, plain or kwargs_plain
+        # A torch.func transform differentiates its own wrappers, and accumulates no gradient into a plain tensor.
         if plain and mesh is not None and func not in TAKES_LEAVES and not compat.is_transforming():
             args = tuple(promoted(cls, mesh, a) for a in args)
             kwargs = {k: promoted(cls, mesh, a) for k, a in kwargs.items()}
@@ -140,19 +140,19 @@ class ShardTensor(Traced):
         global_shape: Sequence[int] | None = None,
         run_check: bool = False,
     ) -> ShardTensor:
-        """The sharded tensor of which every rank holds a shard. Differentiable.
+        """Creates a sharded tensor from the local shards of the ranks. Differentiable.
 
         Args:
-            local_tensor: this rank's local shard; any number of rows along sharded dims, also none. The tensor shares
-                the memory of a shard that is contiguous. One that is stored otherwise (transposed, with gaps,
-                expanded) is copied, so that all ranks hold shards of one order whatever they were given.
+            local_tensor: this rank's local shard; sharded dims may have any size, also 0. The result shares the memory
+                of a contiguous shard. A shard with other strides (transposed, with gaps, expanded) is copied, so that
+                the strides are rank-invariant.
             device_mesh: the mesh; the current one (``with mesh:``) by default.
             placements: one for each mesh dim; Replicate by default.
             sharding_shapes: ``"infer"``: ranks exchange their shapes in one small collective and check them.
-                ``"chunk"``: the shards are those of torch.chunk for `global_shape`. Or a mapping from mesh dim to the
-                sizes (or whole shapes) of all shards along it. The last two do not communicate.
-            global_shape: needed for ``"chunk"``, checked otherwise.
-            run_check: compare layout and replicated values across ranks, whatever `sharding_shapes` is.
+                ``"chunk"``: the shards are those of torch.chunk for `global_shape`. Or a mapping from mesh dims to the
+                sizes (or shapes) of all shards along them. The last two do not communicate.
+            global_shape: required for ``"chunk"``, checked otherwise.
+            run_check: whether to compare layout and replicated values across ranks, for any `sharding_shapes`.
 
         Raises:
             LayoutError: the shards, placements, sizes or ranks do not fit together.
@@ -169,42 +169,44 @@ class ShardTensor(Traced):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> ShardTensor:
-        """The same tensor in another layout. Differentiable, also twice.
+        """Returns the same tensor in another layout. Differentiable, also twice.
 
         Args:
             device_mesh: must be this tensor's mesh, if given.
-            placements: one for each mesh dim; the present ones by default.
-            sharding_shapes: from mesh dim to the all shard sizes along it. Without it a tensor dim that is sharded
-                and stays sharded keeps its partition, and a newly sharded one gets torch.chunk's.
-            async_op: do not wait for the last collective; the first op on the result does.
-            forward_dtype: cast to it before anything is moved; the result has it.
-            backward_dtype: cast the gradient to it before it is moved back. After that it gets this tensor's dtype.
+            placements: one for each mesh dim; the current ones by default.
+            sharding_shapes: from a mesh dim to the sizes of all shards along it. Without it a tensor dim that is
+                sharded and stays sharded keeps its partition, and a newly sharded dim gets torch.chunk's.
+            async_op: whether to return before the last collective is complete; the first op on the result waits.
+            forward_dtype: the dtype to cast to before communication; the result has it.
+            backward_dtype: the dtype to cast the gradient to before it is communicated. It is then cast to this
+                tensor's dtype.
 
         Raises:
-            RedistributeError: there is no meaningful way, e.g. to Partial.
+            RedistributeError: the redistribution is not meaningful, e.g. to Partial.
             LayoutError: the placements or sizes do not fit the tensor or the mesh.
         """
-        now = self.sharding if forward_dtype is None else self.sharding.with_dtype(forward_dtype)
-        if device_mesh is not None and device_mesh != now.mesh:
+        layout = self.sharding if forward_dtype is None else self.sharding.with_dtype(forward_dtype)
+        if device_mesh is not None and device_mesh != layout.mesh:
             raise RedistributeError(
-                f"redistribution from mesh {now.mesh} to another mesh {device_mesh} is not supported; go through "
+                f"redistribution from mesh {layout.mesh} to another mesh {device_mesh} is not supported; go through "
                 "full_tensor() and distribute_tensor()"
             )
-        wanted = now.placements if placements is None else normalize_placements(placements, now.mesh, self.ndim)
-        for before, after in zip(now.placements, wanted, strict=True):
+        wanted = layout.placements if placements is None else normalize_placements(placements, layout.mesh, self.ndim)
+        for before, after in zip(layout.placements, wanted, strict=True):
             if isinstance(after, Partial) and before != after:
-                raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
-        partitions = construct.stated_partitions(now, wanted, sharding_shapes, fixed=now.is_traced)
-        return redistributed(in_one_piece(self), target_layout(now, wanted, partitions), async_op, backward_dtype)
+                raise RedistributeError(f"Partial cannot be a target: {layout.describe()} to {list(wanted)}")
+        partitions = construct.stated_partitions(layout, wanted, sharding_shapes, fixed=layout.is_traced)
+        return redistributed(in_one_piece(self), target_layout(layout, wanted, partitions), async_op, backward_dtype)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's shard. Differentiable.
+        """Returns the local shard of this rank. Differentiable.
 
         Args:
-            grad_placements: placements that the gradient of the shard will have; this tensor's by default.
+            grad_placements: placements of the gradient, whose local shard is the gradient of the result; those of this
+                tensor by default.
 
         Raises:
-            RedistributeError: a reduction is pending, so that the shard is a term and not a value.
+            RedistributeError: a reduction is pending, so the shard is a term and not a value.
             LayoutError: the shards of `grad_placements` have other shapes.
         """
         layout = self.sharding
@@ -213,32 +215,32 @@ class ShardTensor(Traced):
                 f"the shard of {layout.describe()} is a term of a pending reduction, not a value; "
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
-        placed = None if grad_placements is None else gradient_layout(layout, grad_placements)
-        return ToLocal.apply(in_one_piece(self), placed)
+        grad_layout = None if grad_placements is None else gradient_layout(layout, grad_placements)
+        return ToLocal.apply(in_one_piece(self), grad_layout)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, as a plain one, on every rank. Differentiable.
+        """Returns the full tensor as a plain one, on every rank. Differentiable.
 
         Args:
-            grad_placements: placements that the gradient will have; Replicate by default.
+            grad_placements: placements of the gradient; Replicate by default.
         """
-        whole = redistributed(self, self._spec.layout.replicated())
-        return whole.to_local(grad_placements=grad_placements)
+        replicated = redistributed(self, self._spec.layout.replicated())
+        return replicated.to_local(grad_placements=grad_placements)
 
     @classmethod
     def from_dtensor(cls, x: object) -> ShardTensor:
-        """A DTensor as a ShardTensor; no data moves. Differentiable.
+        """Converts a DTensor to a ShardTensor without communication. Differentiable.
 
         Raises:
-            UnsupportedOpError: its shards lie in an order that ShardTensor does not have, or are sharded themselves.
+            UnsupportedOpError: its shards are in an order that ShardTensor does not support, or are sharded themselves.
         """
         return _from_dtensor(x)
 
     def to_dtensor(self) -> Tensor:
-        """This tensor as a DTensor; no data moves. Differentiable.
+        """Converts this tensor to a DTensor without communication. Differentiable.
 
         Raises:
-            LayoutError: a partition is not torch.chunk's, the only one that DTensor knows.
+            LayoutError: a partition is not torch.chunk's, the only one that DTensor supports.
         """
         layout = self.sharding
         for dim, partition in enumerate(layout.partitions):
@@ -247,8 +249,9 @@ class ShardTensor(Traced):
             chunk = Layout.chunked(layout.mesh, layout.placements, layout.shape, layout.dtype).partitions[dim]
             if not partition.same_shards(chunk):
                 raise LayoutError(
-                    f"DTensor knows only torch.chunk's sharded; dim {dim} of {layout.describe()} has another. First "
-                    f"redistribute(sharding_shapes={{{partition.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
+                    f"DTensor supports only torch.chunk's partition; dim {dim} of {layout.describe()} has another one. "
+                    f"First redistribute(sharding_shapes={{{partition.mesh_dims[-1]}: "
+                    f"{list(chunk.sizes if chunk else ())}}})"
                 )
         local = ToLocal.apply(in_one_piece(self), None)
         return DTensor.from_local(
@@ -259,7 +262,7 @@ class ShardTensor(Traced):
 
     @property
     def sharding(self) -> Layout:
-        """Mesh, placements, global shape, dtype and all shard sizes."""
+        """The layout: mesh, placements, global shape, dtype and all shard sizes."""
         return layout_in_one_piece(self._spec.layout)
 
     @property
@@ -269,14 +272,15 @@ class ShardTensor(Traced):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One for each mesh dim."""
+        """The placements, one for each mesh dim."""
         return self.sharding.placements
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
-        """Where this rank's local shard starts, in elements.
+        """Returns the offsets of this rank's local shard in the global tensor, in elements.
 
         Args:
-            mesh_dim: only along the tensor dim that this mesh dim shards; for all tensor dims by default.
+            mesh_dim: a mesh dim, for the offset along the tensor dim that it shards only; by default the offsets along
+                all tensor dims.
 
         Raises:
             UnsupportedOpError: inside a compiled function, where one graph serves every partition.
@@ -284,11 +288,9 @@ class ShardTensor(Traced):
         layout = self.sharding
         if layout.is_traced:
             raise UnsupportedOpError(
-                f"offsets() of {layout.describe()} inside a compiled function: one graph serves every partition, "
-                f"and where "
-                "this rank's local shard starts is not known in it. Call it outside and pass "
-                "torch.tensor(x.offsets()), or "
-                "let rows be numbered where they are: torch.ones_like(x).cumsum(dim)"
+                f"offsets() of {layout.describe()} inside a compiled function: one graph serves every partition, so "
+                "the offsets of this rank's local shard are not constants of it. Call it outside and pass "
+                "torch.tensor(x.offsets()), or compute indices from the shards: torch.ones_like(x).cumsum(dim)"
             )
         coordinate = compat.coordinate(layout.mesh)
         if mesh_dim is None:
@@ -299,7 +301,7 @@ class ShardTensor(Traced):
     def backward(
         self, gradient: object = None, retain_graph: object = None, create_graph: bool = False, inputs: object = None
     ) -> None:
-        """As `torch.Tensor.backward`; a pending reduction is carried out first, so that its gradient is the whole's."""
+        """Runs `torch.Tensor.backward`, after a pending reduction: the gradient is that of the reduced value."""
         source = redistributed(self, self._spec.layout.reduced())
         gradient = laid_out(gradient, source._spec.layout, type(self))
         with torch._C.DisableTorchFunctionSubclass():
@@ -313,7 +315,7 @@ class ShardTensor(Traced):
         segments = "" if not has_runs(layout) else ", in segments"
         if not layout.is_traced:  # in a trace the graph would get nodes
             layout = layout_in_one_piece(layout)
-        # A shard that is still on its way is not waited for. One in a trace is not asked which rank it is of.
+        # repr neither waits for a collective in flight, nor asks for the rank while tracing.
         if local is None or (segments and not layout.is_traced):
             shard = layout.local_shape(compat.coordinate(layout.mesh))
         else:
@@ -321,18 +323,18 @@ class ShardTensor(Traced):
         return f"ShardTensor({layout.describe()}, shard {shard}{segments}{grad})"
 
     def data_ptr(self) -> int:
-        """Refused: a sharded tensor has no memory of its own.
+        """Raises an error: a sharded tensor has no memory of its own.
 
         Raises:
-            UnsupportedOpError: unless torch asks whether it has any.
+            UnsupportedOpError: unless torch's own code asks whether there is memory.
         """
         return data_ptr(self)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refused: a sharded tensor has no memory of its own.
+        """Raises an error: a sharded tensor has no memory of its own.
 
         Raises:
-            UnsupportedOpError: unless torch asks, to tell which tensors are views of one another.
+            UnsupportedOpError: unless torch's own code asks which tensors are views of one another.
         """
         return untyped_storage(self)
 
@@ -354,7 +356,7 @@ class ShardTensor(Traced):
 
     @staticmethod
     def patches_enabled() -> bool:
-        """Whether functions of torch know sharded tensors: always. PhysicsNeMo's ShardTensor has a switch for it."""
+        """Returns True: torch functions always support sharded tensors. PhysicsNeMo's ShardTensor has a switch."""
         return True
 
     get_promotion_mode = staticmethod(promotion.get_promotion_mode)
@@ -363,18 +365,18 @@ class ShardTensor(Traced):
 
     @staticmethod
     def register_dispatch_handler(op: OpOverload, handler: Callable[..., object]) -> None:
-        """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
+        """Registers ``handler(*args, **kwargs)``, which replaces the dispatch of `op` below autograd."""
         Handlers.ops[op] = handler
         clear_cache()
 
     @staticmethod
     def register_function_handler(function: Callable[..., object], handler: Callable[..., object]) -> None:
-        """Have ``handler(func, types, args, kwargs)`` run in place of a Python function of torch, above autograd."""
+        """Registers ``handler(func, types, args, kwargs)``, which replaces a Python torch function above autograd."""
         Handlers.functions[function] = handler
 
     @staticmethod
     def register_named_function_handler(name: str, handler: Callable[..., object]) -> None:
-        """As `register_function_handler`, for functions and ops that are known by name only.
+        """Registers a handler as `register_function_handler` does, for a function or an op that is given by name.
 
         Args:
             name: the qualified name of a Python function, or of an op's overload, ``my_lib.my_op.default``.
@@ -384,9 +386,9 @@ class ShardTensor(Traced):
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTensor:
-    """`asked`: the other arguments of `construct.layout_of_shard`."""
-    layout = construct.layout_of_shard(local, compat.mesh_itself(mesh), *asked)
+def _from_local(local: Tensor, mesh: DeviceMesh | None, *options: Any) -> ShardTensor:
+    """Implements `ShardTensor.from_local`; `options` are the other arguments of `construct.layout_of_shard`."""
+    layout = construct.layout_of_shard(local, compat.mesh_itself(mesh), *options)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 
@@ -399,10 +401,10 @@ def _from_dtensor(x: DTensor) -> ShardTensor:
 
 
 def rebuild(local: Tensor, parts: construct.PlainParts, requires_grad: bool, is_param: bool, saver: int) -> Tensor:
-    """Inverse of pickling, on the rank that has pickled.
+    """Unpickles a sharded tensor on the rank that has pickled it.
 
     Raises:
-        ShardError: on another one.
+        ShardError: this is another rank.
     """
     spec = construct.spec_of_plain_parts(local.dtype, *parts)
     checkpoint.check_saver(saver, spec.layout)
@@ -410,7 +412,7 @@ def rebuild(local: Tensor, parts: construct.PlainParts, requires_grad: bool, is_
     return torch.nn.Parameter(tensor, requires_grad) if is_param else tensor.requires_grad_(requires_grad)
 
 
-# What a rank has saved of a tensor: itself, placements and a mesh, for which torch answers, and numbers.
+# The arguments of `rebuild` are a tensor, placements and a mesh, which are torch's own, and plain numbers.
 torch.serialization.add_safe_globals([rebuild])
 
 

@@ -1,6 +1,6 @@
-"""`cumprod` with a gradient of scans, each of which passes on one row for every rank where the dim is sharded.
+"""`cumprod` along a sharded dim, with a gradient that consists of scans, each of which sends one row per rank.
 
-Torch's own looks for zeros and, in a trace, is a loop over the size.
+The gradient of torch reads whether there are zeros, and is a loop over the size while tracing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardcompile.tensor.autograd import redistributed, sharded_gradient
 
 
 class _CumulativeProduct(torch.autograd.Function):
-    """Products of every row and those before it."""
+    """The cumulative product, with a gradient of scans."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        """The products."""
+        """Computes the cumulative product."""
         out = scans.cumprod(x, dim)
         ctx.dim = dim
         ctx.save_for_backward(x, out)
@@ -30,7 +30,7 @@ class _CumulativeProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """The gradient; by torch's loop if it shall have a gradient itself, for which zeros need more care."""
+        """Computes the gradient; by torch's loop if it needs a gradient itself, for which zeros are a harder case."""
         x, out = ctx.saved_tensors
         grad = sharded_gradient(grad, type(out), out._spec.layout)
         grad = redistributed(grad, out._spec.layout.with_dtype(grad.dtype))
@@ -40,23 +40,24 @@ class _CumulativeProduct(torch.autograd.Function):
 
 
 def _gradient(grad: Tensor, x: Tensor, out: Tensor, dim: int) -> Tensor:
-    """In front of the first zero sums of products, divided by the factor that is left out.
+    """Computes the gradient of the cumulative product `out` of `x` with scans.
 
-    At the first zero itself the products are those with a one in its place; behind it all of them hold that zero.
+    Before the first zero it is the reversed cumulative sum of ``grad * out``, divided by `x`. At the first zero the
+    products are those with a one in its place. After it the gradient is zero, since all products contain that zero.
     """
-    zeros = scans.cumsum((x == 0).to(torch.int64), dim)
-    is_first = (x == 0) & (zeros == 1)
+    num_zeros = scans.cumsum((x == 0).to(torch.int64), dim)
+    is_first_zero = (x == 0) & (num_zeros == 1)
     x, out = (t.conj() if t.is_complex() else t for t in (x, out))
-    others = scans.cumprod(torch.where(is_first, 1, x), dim)
-    in_front = scans.cumsum_from_end(grad * out, dim) / torch.where(zeros == 0, x, 1)
-    at_first = torch.where(is_first, scans.cumsum_from_end(grad * others, dim), 0)
-    return torch.where(zeros == 0, in_front, at_first)
+    products_without_zero = scans.cumprod(torch.where(is_first_zero, 1, x), dim)
+    before_zero = scans.cumsum_from_end(grad * out, dim) / torch.where(num_zeros == 0, x, 1)
+    at_zero = torch.where(is_first_zero, scans.cumsum_from_end(grad * products_without_zero, dim), 0)
+    return torch.where(num_zeros == 0, before_zero, at_zero)
 
 
 def cumprod(
     func: Callable[..., Tensor], input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``torch.cumprod``."""
+    """Implements ``torch.cumprod``; calls torch's function where no gradient of a sharded tensor is needed."""
     options = {} if out is None else {"out": out}
     if out is not None or not isinstance(dim, int) or not _wants_gradient(input, dim):
         return func(input, dim, dtype=dtype, **options)
@@ -64,7 +65,7 @@ def cumprod(
 
 
 def _wants_gradient(x: Tensor, dim: int) -> bool:
-    """Whether there is a gradient to take, of a tensor that is sharded."""
+    """Returns whether `x` is sharded and requires a gradient."""
     if not isinstance(x, Sharded) or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False
     return x.requires_grad and any(c is not None for c in x._spec.layout.partitions) and not has_static_sizes(x)

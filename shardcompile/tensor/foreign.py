@@ -1,4 +1,4 @@
-"""What torch's own wrappers may do with sharded tensors: DTensor, DDP, FSDP1 and FSDP2."""
+"""Guards for torch's own wrappers (DTensor, DDP, FSDP1, FSDP2) and tracers, which would misinterpret local shards."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from shardcompile.tensor.memory import refuse_memory
 
 
 def guard_wrappers(sharded: type) -> None:
-    """Have torch's wrappers refuse sharded tensors where they would take a shard for something else.
+    """Makes torch's wrappers refuse sharded tensors where they would take a local shard for something else.
 
     Args:
         sharded: the class of sharded tensors.
     """
 
     def as_shard(shard: object, mesh: DeviceMesh) -> None:
-        """Over ranks that hold the same shard a DTensor may have it: its collectives stay among them."""
+        """Checks `DTensor.from_local`: it may wrap a sharded tensor over ranks that hold the same local shard of it."""
         if isinstance(shard, sharded) and not hold_the_same_shard(shard._spec.layout, ranks_of(mesh)):  # type: ignore[attr-defined]
             raise refusal(
                 f"DTensor.from_local over {mesh}",
                 shard._spec.layout.describe(),  # type: ignore[attr-defined]
-                "these ranks hold different shards of it, and a DTensor would take each for the whole of a shard of "
-                "its own. The styles of parallelize_module wrap their inputs so",
+                "these ranks hold different shards of it, and a DTensor would take each for a complete local tensor. "
+                "The styles of parallelize_module wrap their inputs so",
                 "Pass x.to_dtensor() where the partition is torch.chunk's (redistribute with sharding_shapes gives "
-                "that), "
-                "x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that partitions x",
+                "that), x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that shards "
+                "x",
             )
 
-    def as_whole(tensor: object) -> None:
+    def as_full_tensor(tensor: object) -> None:
         if isinstance(tensor, sharded):
-            _refuse_as_whole(tensor)
+            _refuse_distribute_tensor(tensor)
 
     def as_parameter(parameter: object, wrapper: str) -> None:
         if isinstance(parameter, sharded):
             raise refusal(
                 wrapper,
-                f"a parameter sharded, {parameter._spec.layout.describe()}",  # type: ignore[attr-defined]
-                "it would shard, bucket or average this rank's local shard as if that were the whole parameter",
-                "Parameters sharded get complete gradients without a wrapper; exclude them from it (ignored_params "
+                f"a sharded parameter, {parameter._spec.layout.describe()}",  # type: ignore[attr-defined]
+                "it would shard, bucket or average this rank's local shard as if that were the full parameter",
+                "Sharded parameters get complete gradients without a wrapper; exclude them from it (ignored_params "
                 "of fully_shard, ignored_states of FSDP, modules outside of the one that DDP wraps), or leave them "
-                "plain and let the wrapper sharded them",
+                "plain and let the wrapper shard them",
             )
 
     def as_input(x: object, tracer: str) -> None:
-        """AOTAutograd, which `torch.compile` uses, traces shards and sizes; other tracers only know whole tensors."""
+        """Refuses tracers other than AOTAutograd: they do not trace the inner tensors and their symbolic sizes."""
         if isinstance(x, sharded) and tracer == "compiled autograd":
             raise refusal(
                 tracer,
@@ -67,7 +67,7 @@ def guard_wrappers(sharded: type) -> None:
                 else tracer,
                 x._spec.layout.describe(),  # type: ignore[attr-defined]
                 "it would take shards for constants of the graph",
-                "torch.compile captures sharded tensors as one graph; a graph that torch.export has made of plain "
+                "torch.compile captures sharded tensors in one graph; a graph that torch.export has made of plain "
                 "tensors runs on sharded ones",
             )
 
@@ -77,8 +77,7 @@ def guard_wrappers(sharded: type) -> None:
                 "plain.data = sharded",
                 value._spec.layout.describe(),  # type: ignore[attr-defined]
                 f"a plain tensor of shape {tuple(tensor.shape)} cannot become a sharded one in place",
-                "Put a new parameter in its place, such as module.weight = nn.Parameter(sharded), or let "
-                "sc.distribute_module do so",
+                "Assign a new parameter, such as module.weight = nn.Parameter(sharded), or use sc.distribute_module",
             )
 
     def as_memory(tensor: object) -> None:
@@ -90,28 +89,28 @@ def guard_wrappers(sharded: type) -> None:
             raise refusal(
                 "sparse_coo_tensor()",
                 x._spec.layout.describe(),  # type: ignore[attr-defined]
-                "it gives a torch.sparse_coo tensor, and shards are dense",
+                "it returns a torch.sparse_coo tensor, and shards are dense",
                 "Take full_tensor() of indices and values: then the result is a plain tensor, the same on every rank",
             )
 
-    check_before_wrapping(as_shard, as_whole, as_parameter, as_input, as_data, as_memory, as_part)
+    check_before_wrapping(as_shard, as_full_tensor, as_parameter, as_input, as_data, as_memory, as_part)
 
 
-@torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words
-def _refuse_as_whole(tensor: Sharded) -> None:
+@torch.compiler.allow_in_graph  # Dynamo traces DTensor's functions; it would fail on a layout with an unclear error
+def _refuse_distribute_tensor(tensor: Sharded) -> None:
     raise refusal(
         "DTensor's distribute_tensor",
         tensor._spec.layout.describe(),
-        "it takes the whole tensor",
+        "it takes the full tensor",
         "Pass x.full_tensor(), or convert by x.to_dtensor()",
     )
 
 
 def check_convertible(x: DTensor, sharded: type) -> None:
-    """Refuse a DTensor that no sharded tensor stands for.
+    """Checks that a DTensor can be converted to a sharded tensor.
 
     Raises:
-        UnsupportedOpError: on all ranks alike.
+        UnsupportedOpError: on all ranks, if it cannot.
     """
     given = f"a DTensor of shape {tuple(x.shape)} with placements {list(x.placements)} on {x.device_mesh}"
     if isinstance(x.to_local(), sharded):
@@ -122,12 +121,11 @@ def check_convertible(x: DTensor, sharded: type) -> None:
             "Take x.full_tensor() or x.redistribute(...).to_local(), which is a ShardTensor",
         )
     if any(is_strided_shard(p) for p in x.placements):
-        whole = [Replicate() if is_strided_shard(p) else p for p in x.placements]
+        supported = [Replicate() if is_strided_shard(p) else p for p in x.placements]
         raise refusal(
             "from_dtensor",
             given,
-            "its shards lie in another order than that of the mesh dims, as those of parameters do that FSDP2 "
-            "partitions "
-            "once more after tensor parallelism",
-            f"First x.redistribute(placements={whole})",
+            "its shards are in another order than that of the mesh dims, as for parameters that FSDP2 shards after "
+            "tensor parallelism",
+            f"First x.redistribute(placements={supported})",
         )

@@ -1,6 +1,6 @@
-"""Fourier transforms of real numbers with a gradient that stays sharded.
+"""Fourier transforms of real tensors (`rfft`, `rfft2`, `rfftn`) whose gradient stays sharded.
 
-Torch's own writes the gradient of the modes into zeros that are whole on every rank.
+The gradient of torch copies the gradient of the modes into a plain tensor of zeros of the global shape.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _NORMALIZATIONS = {None: 0, "backward": 0, "ortho": 1, "forward": 2}
-"""Torch's numbers for what a transform is divided by: nothing, the root of the sizes, the sizes."""
+"""The integers that aten uses for the modes of normalization: none, by the root of the sizes, by the sizes."""
 
 
 class _RealTransform(torch.autograd.Function):
-    """The modes of real numbers, those up to half of the last dim."""
+    """The one-sided Fourier transform of a real tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, dims: list[int], normalization: int) -> Any:
-        """The modes."""
+        """Computes the one-sided transform."""
         ctx.dims, ctx.normalization, ctx.size = dims, normalization, x.shape[dims[-1]]
         return aten._fft_r2c.default(x, dims, normalization, True)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """The other half of the modes is no result: its gradient is zero."""
+        """Computes the gradient; the modes that the one-sided transform omits have a gradient of zero."""
         last = ctx.dims[-1]
-        missing = [0] * (2 * (grad.ndim - last) - 1) + [ctx.size - grad.shape[last]]
-        whole = torch.constant_pad_nd(grad, missing)
-        return torch.real(aten._fft_c2c.default(whole, ctx.dims, ctx.normalization, False)), None, None
+        padding = [0] * (2 * (grad.ndim - last) - 1) + [ctx.size - grad.shape[last]]
+        two_sided = torch.constant_pad_nd(grad, padding)
+        return torch.real(aten._fft_c2c.default(two_sided, ctx.dims, ctx.normalization, False)), None, None
 
 
-def _of_one(
+def _rfft(
     func: Callable[..., Tensor],
     x: Tensor,
     n: int | None = None,
@@ -46,12 +46,12 @@ def _of_one(
     norm: str | None = None,
     **options: object,
 ) -> Tensor:
-    if not isinstance(dim, int) or options or not _is_ours(x, [dim], None if n is None else [n], norm):
+    if not isinstance(dim, int) or options or not _is_supported(x, [dim], None if n is None else [n], norm):
         return func(x, n, dim, norm, **options)
     return _transform(x, None if n is None else [n], [dim], norm)
 
 
-def _of_two(
+def _rfft2(
     func: Callable[..., Tensor],
     x: Tensor,
     s: Sequence[int] | None = None,
@@ -59,12 +59,12 @@ def _of_two(
     norm: str | None = None,
     **options: object,
 ) -> Tensor:
-    if options or not _is_ours(x, dim, s, norm):
+    if options or not _is_supported(x, dim, s, norm):
         return func(x, s, dim, norm, **options)
     return _transform(x, s, dim, norm)
 
 
-def _of_several(
+def _rfftn(
     func: Callable[..., Tensor],
     x: Tensor,
     s: Sequence[int] | None = None,
@@ -73,13 +73,13 @@ def _of_several(
     **options: object,
 ) -> Tensor:
     dims = dim if dim is not None else range(-(x.ndim if s is None else len(s)), 0)
-    if options or not _is_ours(x, dims, s, norm):
+    if options or not _is_supported(x, dims, s, norm):
         return func(x, s, dim, norm, **options)
     return _transform(x, s, dims, norm)
 
 
-def _is_ours(x: object, dims: object, sizes: Sequence[int] | None, norm: object) -> bool:
-    """Whether there is a gradient to take of a tensor that is sharded, and nothing that torch refuses."""
+def _is_supported(x: object, dims: object, sizes: Sequence[int] | None, norm: object) -> bool:
+    """Returns whether `x` is sharded and requires a gradient, and torch accepts the arguments."""
     if not isinstance(x, Sharded) or not (torch.is_grad_enabled() and x.requires_grad) or compat.is_transforming():
         return False
     if norm not in _NORMALIZATIONS or x.dtype not in (torch.float32, torch.float64):
@@ -102,17 +102,17 @@ def _transform(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm
 
 
 def _resize(x: Tensor, dim: int, size: int) -> Tensor:
-    now = x.shape[dim]
-    if compat.same_symbol(now, size):
+    current = x.shape[dim]
+    if compat.same_symbol(current, size):
         return x
-    if size < now:
+    if size < current:
         return x.narrow(dim, 0, size)
-    return nnf.pad(x, [0] * (2 * (x.ndim - dim) - 1) + [size - now])
+    return nnf.pad(x, [0] * (2 * (x.ndim - dim) - 1) + [size - current])
 
 
 FOURIER_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.fft.rfft: _of_one,
-    torch.fft.rfft2: _of_two,
-    torch.fft.rfftn: _of_several,
+    torch.fft.rfft: _rfft,
+    torch.fft.rfft2: _rfft2,
+    torch.fft.rfftn: _rfftn,
 }
-"""By function of torch, what runs in its place."""
+"""Implementations by torch function."""

@@ -1,4 +1,4 @@
-"""Higher-order ops on sharded tensors. Regions run in line; control flow is refused."""
+"""Higher-order ops on sharded tensors: nested regions (`invoke_subgraph`) run inline, control flow is refused."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from shardcompile.sharded import Sharded
 
 
 def control_flow_refusal(name: str, x: Sharded) -> UnsupportedOpError:
-    """The error for control flow on a sharded tensor."""
+    """Returns the error for control flow on a sharded tensor."""
     way_out = {
         "cond": "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is "
         "compiled as one of them",
         "while_loop": "A Python loop over a number of steps is unrolled",
-        "scan": "A Python loop along a whole dim is unrolled; cumsum and the other cumulative ops work along any dim, "
-        "torch._higher_order_ops.associative_scan along whole ones",
-        "map_impl": "torch.vmap, or a Python loop along a whole dim, does the same",
+        "scan": "A Python loop along a dim that is not sharded is unrolled; cumsum and the other cumulative ops work "
+        "along any dim, torch._higher_order_ops.associative_scan along dims that are not sharded",
+        "map_impl": "torch.vmap, or a Python loop along a dim that is not sharded, does the same",
     }
     return refusal(
         name.removesuffix("_impl"),
         x._spec.layout.describe(),
         "torch traces its function on tensors that have no layout",
-        f"{way_out[name]}; or run it on local shards by shardcompile.local_map",
+        f"{way_out[name]}; or run it on local shards with shardcompile.local_map",
     )
 
 
 def teach_higher_order_ops(sharded: type[Sharded]) -> dict[object, Callable[..., object]]:
-    """Have Dynamo and AOTAutograd treat sharded tensors in higher-order ops as said above.
+    """Makes Dynamo and AOTAutograd run regions inline, and returns handlers that refuse control flow.
 
     Args:
         sharded: the class of sharded tensors.
 
     Returns:
-        What `__torch_function__` is to do for these ops.
+        Handlers for `__torch_function__`, by op.
     """
     use_shard_storages(sharded)
     run_regions_in_line(sharded)

@@ -1,4 +1,7 @@
-"""What constructors are given as a tensor. Where ranks exchange anything, all of them learn what each was given."""
+"""Checks of the tensors that constructors take. If ranks exchange anything, every rank learns what all have passed.
+
+An error is therefore raised on all ranks, and no rank waits for another one.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from shardcompile.sharded import Sharded
 from shardcompile.sharding import digest_of
 
 MAX_DIMS = 16
-"""So many sizes of a tensor can be exchanged."""
+"""The most dims of a tensor whose shape can be exchanged."""
 
 _HINTS = {
-    "None": "Every rank passes a tensor; scatter_tensor spreads one that a single rank holds",
+    "None": "Every rank passes a tensor; scatter_tensor scatters one that a single rank holds",
     "no tensor": "First torch.as_tensor(values)",
     "a DTensor": "ShardTensor.from_dtensor makes it a ShardTensor",
     "a ShardTensor": "x.redistribute gives it another layout, and x.to_local() is this rank's local shard",
@@ -34,37 +37,37 @@ _HINTS = {
     "differentiable",
     f"a tensor of more than {MAX_DIMS} dims": "The shapes of such tensors cannot be exchanged",
 }
-"""What is refused, and what to do instead."""
+"""The inputs that are refused, and what to do instead."""
 
 DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
-"""All element types, in one order on all ranks."""
+"""All dtypes, in the same order on all ranks."""
 
 Row = TypeVar("Row")
 Coordinate = tuple[int, ...]
-"""Where a rank is in a mesh."""
+"""The coordinate of a rank in a mesh."""
 
 _KINDS = ["a dense tensor", *_HINTS]
 
 DENSE = 0
-"""The kind of input that every constructor takes. Kinds are numbers, so that ranks can exchange them."""
+"""The kind of input that every constructor takes. Kinds are integers, so that ranks can exchange them."""
 
 SHARDED = _KINDS.index("a ShardTensor")
 """The kind of input that only `distribute_tensor` takes, if every rank passes it."""
 
 
 def kind_of(x: object, mesh: DeviceMesh | None = None, leaf: bool = False) -> int:
-    """What an input is; `DENSE` for a dense plain tensor, also one on the device meta.
+    """Returns the kind of an input; `DENSE` for a dense plain tensor, also on the meta device.
 
     Args:
-        x: what was passed as a tensor.
-        mesh: that has to have the tensor's device; None if any device will do.
-        leaf: whether it has to be a leaf of the autograd graph.
+        x: the input.
+        mesh: the mesh whose device the tensor must have; None if any device is accepted.
+        leaf: whether it must be a leaf of the autograd graph.
     """
     if x is None:
         return _KINDS.index("None")
     if not isinstance(x, Tensor):
         return _KINDS.index("no tensor")
-    # Of a nested or a sparse tensor no more may be asked than what it is.
+    # Nested and sparse tensors do not support more queries than these.
     found = {
         "a ShardTensor": isinstance(x, Sharded),
         "a DTensor": hasattr(x, "device_mesh"),
@@ -84,12 +87,12 @@ def kind_of(x: object, mesh: DeviceMesh | None = None, leaf: bool = False) -> in
 
 
 def check_kind(constructor: str, kind: int, where: str = "on this rank") -> None:
-    """Refuses an input that is no dense plain tensor.
+    """Refuses an input that is not a dense plain tensor.
 
     Args:
         constructor: the function that was called.
-        kind: of its input, see `kind_of`.
-        where: which rank has passed it.
+        kind: the kind of its input, see `kind_of`.
+        where: the rank that has passed it, as part of the message.
 
     Raises:
         LayoutError: the same on every rank, if `kind` and `where` are.
@@ -100,7 +103,7 @@ def check_kind(constructor: str, kind: int, where: str = "on this rank") -> None
 
 
 class Given(NamedTuple):
-    """What a rank tells the others of its arguments: in a row of integers."""
+    """The arguments of a rank as a row of integers, which ranks exchange."""
 
     request: int
     kind: int
@@ -111,24 +114,24 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, request: str, x: object, kind: int) -> Given:
-        """Of the other arguments, as text, and of a tensor, unless it is of a kind that is refused."""
+        """Encodes a tensor, unless its kind is refused, and the other arguments of the call as text."""
         if kind != DENSE or not isinstance(x, Tensor):
             return cls(digest_of(request), kind)
         shape = (*x.shape, *[0] * (MAX_DIMS - x.ndim))
         return cls(digest_of(request), kind, x.is_meta, DTYPES.index(x.dtype), x.ndim, shape)
 
     def sizes(self) -> tuple[int, ...]:
-        """The shape without what it is padded by."""
+        """Returns the shape without its padding."""
         return self.shape[: self.ndim]
 
 
 def as_tuple(shape: object) -> object:
-    """A shape as a tuple, for a request; what is none stays as it is, so that all ranks learn of it."""
+    """Returns a shape as a tuple, for a request; other values are unchanged, so that ranks compare them."""
     return tuple(shape) if isinstance(shape, Sequence) else shape
 
 
 def gather_rows(row: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
-    """The rows of all ranks of a mesh, in its order."""
+    """Gathers one row of integers from each rank of a mesh, in the order of the mesh."""
     table = torch.tensor([row], dtype=torch.int64, device=mesh.device_type)
     for mesh_dim in reversed(range(mesh.ndim)):
         table = all_gather_even(table, mesh.get_group(mesh_dim))
@@ -137,12 +140,12 @@ def gather_rows(row: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
 
 
 def exchange(row: Sequence[int], mesh: DeviceMesh) -> dict[Coordinate, list[int]]:
-    """The rows of all ranks, by mesh coordinate."""
+    """Gathers one row of integers from each rank, by mesh coordinate."""
     return dict(zip(itertools.product(*map(range, mesh.shape)), gather_rows(row, mesh), strict=True))
 
 
 def checksum(x: Tensor) -> int:
-    """56 bits that are the same for the same values in every process; 0 for a tensor without values."""
+    """Returns a hash of 56 bits of the values, the same in every process; 0 for a tensor without values."""
     if x.is_meta:
         return 0
     data = as_bytes(x.detach().resolve_conj().resolve_neg().contiguous().cpu())
@@ -150,27 +153,27 @@ def checksum(x: Tensor) -> int:
 
 
 def exchange_given(given: Given, mesh: DeviceMesh) -> dict[Coordinate, Given]:
-    """What all ranks have been given, by mesh coordinate."""
-    *numbers, shape = given
-    rows = exchange([*numbers, *shape], mesh)
+    """Gathers the arguments of all ranks, by mesh coordinate."""
+    *fields, shape = given
+    rows = exchange([*fields, *shape], mesh)
     return {c: Given._make([*r[:-MAX_DIMS], tuple(r[-MAX_DIMS:])]) for c, r in rows.items()}
 
 
 def check_given(constructor: str, given: Mapping[Coordinate, Given]) -> None:
-    """Refuse what some rank has passed as a tensor, on all ranks alike."""
+    """Refuses, on all ranks, an input that any rank has passed and that is not a dense plain tensor."""
     for coordinate, g in given.items():
         check_kind(constructor, g.kind, f"at mesh coordinate {coordinate}")
     require_same(given, "is_meta", "a tensor on another device", lambda g: "meta" if g.is_meta else "not meta")
 
 
 def require_same(rows: Mapping[Coordinate, Row], field: str, what: str, show: Callable[[Row], str]) -> None:
-    """Refuse rows that differ, on all ranks alike.
+    """Refuses, on all ranks, rows that differ in a field.
 
     Args:
         rows: named tuples, by mesh coordinate.
-        field: that has to be the same in all of them.
-        what: the words for another value.
-        show: a value in words.
+        field: the field that has to be the same in all of them.
+        what: the words for a different value, such as "another dtype".
+        show: describes a row in the message.
 
     Raises:
         LayoutError: they differ.
@@ -185,12 +188,12 @@ def require_same(rows: Mapping[Coordinate, Row], field: str, what: str, show: Ca
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of the tensor that is to be spread.
+    """What all ranks know about the tensor that is distributed.
 
     Attributes:
         shape: its global shape.
         dtype: its element type.
-        is_meta: whether it is on the device meta, and has no values.
+        is_meta: whether it is on the meta device, and has no values.
     """
 
     shape: tuple[int, ...]
@@ -199,10 +202,10 @@ class Agreed(NamedTuple):
 
 
 def agreed_metadata(tensor: object, source: Coordinate | None, mesh: DeviceMesh, request: str) -> Agreed:
-    """What the source of `scatter_tensor` holds, after checking that all ranks ask for the same.
+    """Returns the metadata of the source's tensor for `scatter_tensor`, after comparing the arguments of all ranks.
 
     Args:
-        tensor: what this rank holds; it counts on the source only.
+        tensor: the argument of this rank; used on the source only.
         source: mesh coordinate of the source; None if it is not in the mesh.
         mesh: the mesh.
         request: the other arguments of the call, as text.
@@ -210,9 +213,9 @@ def agreed_metadata(tensor: object, source: Coordinate | None, mesh: DeviceMesh,
     Raises:
         LayoutError: on every rank.
     """
-    held = compat.coordinate(mesh) == source
-    mine = Given.of(request, tensor, kind_of(tensor)) if held else Given.of(request, None, DENSE)
-    given = exchange_given(mine, mesh)
+    is_source = compat.coordinate(mesh) == source
+    local = Given.of(request, tensor, kind_of(tensor)) if is_source else Given.of(request, None, DENSE)
+    given = exchange_given(local, mesh)
     _require_same_request(given, request)
     if source is None:
         raise LayoutError(f"the source is not in the mesh {mesh}")
@@ -222,11 +225,11 @@ def agreed_metadata(tensor: object, source: Coordinate | None, mesh: DeviceMesh,
 
 
 def agreed_copies(tensor: object, source: Coordinate, mesh: DeviceMesh, request: str) -> Agreed | None:
-    """What every rank passes to `distribute_tensor`; None if that is a ShardTensor.
+    """Returns the metadata of the tensor that all ranks pass to `distribute_tensor`; None if it is a ShardTensor.
 
     Args:
-        tensor: what this rank passes.
-        source: mesh coordinate of the rank whose values count.
+        tensor: the argument of this rank.
+        source: mesh coordinate of the rank whose values are distributed.
         mesh: the mesh.
         request: the other arguments of the call, as text.
 

@@ -1,6 +1,6 @@
-"""Interpolation in a trace: the op stays whole, so that it is served as in eager mode.
+"""`interpolate` while tracing: the op is kept, so that it is sharded as in eager mode.
 
-Torch decomposes it above `__torch_dispatch__`, into lookups of rows by index.
+Torch would decompose it above `__torch_dispatch__`, into gathers by index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class _Grid(NamedTuple):
-    """Interpolation as `aten` has it: an op that is linear in the image, and the op of its gradient."""
+    """The interpolation op of `aten`, which is linear in the image, and the op of its gradient."""
 
     forward: OpOverload
     backward: OpOverload
@@ -35,17 +35,17 @@ _NAMES = {
     ("trilinear", 3): "upsample_trilinear3d",
     ("bicubic", 2): "upsample_bicubic2d",
 }
-"""The op's name by the mode and the number of spatial dims."""
+"""The name of the op, by mode and number of spatial dims."""
 
 
 class _Interpolate(torch.autograd.Function):
-    """An image on another grid, or the gradient of one, which is linear as well."""
+    """Interpolation of an image, or its adjoint; each is the gradient of the other."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, grid: _Grid, back: bool, fine: list[IntLike], coarse: list[IntLike], options: list[Any]
     ) -> object:
-        """Run the op on the sharded tensor; `fine` and `coarse` are sizes of the result and of the image."""
+        """Runs the op on the sharded tensor; `fine` and `coarse` are the sizes of the result and of the image."""
         ctx.cls, ctx.layout, ctx.rest = type(x), x._spec.layout, (grid, not back, fine, coarse, options)
         op, sizes = (grid.backward, [fine, coarse]) if back else (grid.forward, [fine])
         with compat.below_autograd():
@@ -53,7 +53,7 @@ class _Interpolate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Run the other op."""
+        """Runs the adjoint op."""
         grad = sharded_gradient(grad, ctx.cls, ctx.layout)
         return _Interpolate.apply(grad, *ctx.rest), *[None] * 5
 
@@ -68,7 +68,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> object:
-    """``torch.nn.functional.interpolate``; arguments that it refuses are left to it."""
+    """Implements ``torch.nn.functional.interpolate``; arguments that torch refuses are left to torch."""
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     if not isinstance(input, Sharded) or not compat.is_compiling() or compat.is_transforming():
         return func(input, *given)
@@ -76,10 +76,10 @@ def interpolate(
     name, scales = _NAMES.get((mode, spatial)), scale_factor
     wanted: Any = size if scales is None else scales
     wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] * spatial
-    unclear = (
+    invalid = (
         (size is None) == (scales is None) or len(wanted) != spatial or (recompute_scale_factor and scales is None)
     )
-    if name is None or unclear or not input.dtype.is_floating_point:
+    if name is None or invalid or not input.dtype.is_floating_point:
         return func(input, *given)
     options: list[Any] = [None] * spatial
     if scales is not None:

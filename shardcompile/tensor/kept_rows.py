@@ -1,7 +1,8 @@
-"""Rows that a mask keeps: which ones this rank has, and how they are partitioned over the ranks.
+"""The rows that a mask keeps: their indices on this rank and their partition.
 
-They stay on their ranks, and one small collective tells the counts. Row-major order of the mask's dims may not be that
-of the ranks' shards, as of ``x[batch, sequence]`` with a sharded sequence. The kept rows are exchanged once then.
+Kept rows stay on their ranks, and one small collective exchanges their counts. The row-major order of the masked dims
+may differ from the order of the ranks, as in ``x[batch, sequence]`` with a sharded sequence dim. In that case the kept
+rows are exchanged once.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class KeptRows(NamedTuple):
     """The rows that a mask keeps.
 
     Attributes:
-        size: how many there are on all ranks.
-        sharded: their partition; None if every rank has all of them.
-        indices: of each row that this rank keeps its index among the elements of its shard of the mask: [n], int64.
-        order: the exchange that brings them into row-major order; None if they are in it.
+        size: their count on all ranks.
+        partition: their partition; None if they are replicated.
+        indices: the flat indices of the local kept rows in this rank's shard of the mask: [n], int64.
+        order: the exchange that brings them into row-major order; None if they are in that order.
     """
 
     size: IntLike
@@ -37,90 +38,93 @@ class KeptRows(NamedTuple):
     indices: Tensor
     order: SegmentOrder | None
 
-    def taken(self, rows: Tensor, dim: int) -> Tensor:
-        """The kept ones of this rank's rows, in their order. Differentiable."""
+    def select(self, rows: Tensor, dim: int) -> Tensor:
+        """Selects the kept rows of this rank's rows, in row-major order. Differentiable."""
         if rows.dtype in _WITHOUT_INDEX_SELECT:
-            return self.in_order(torch.ops.aten.index.Tensor(rows, [None] * dim + [self.indices]), dim)
-        return self.in_order(rows.index_select(dim, self.indices), dim)
+            return self.to_row_major(torch.ops.aten.index.Tensor(rows, [None] * dim + [self.indices]), dim)
+        return self.to_row_major(rows.index_select(dim, self.indices), dim)
 
-    def in_order(self, rows: Tensor, dim: int = 0) -> Tensor:
-        """Rows that are kept in the order of this rank's shard, in row-major order. Differentiable."""
+    def to_row_major(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Brings kept rows from the order of the local shards to row-major order. Differentiable."""
         return rows if self.order is None else self.order.ordered(rows.movedim(dim, 0)).movedim(0, dim)
 
-    def written(self, rows: Tensor, values: Tensor, dim: int, accumulate: bool) -> Tensor:
-        """This rank's rows, the kept ones being replaced or added to. Differentiable.
+    def write(self, rows: Tensor, values: Tensor, dim: int, accumulate: bool) -> Tensor:
+        """Returns this rank's rows with values copied or added to the kept rows. Differentiable.
 
         Args:
-            rows: this rank's.
-            values: for the kept rows, in their order.
-            dim: of the rows.
+            rows: this rank's rows.
+            values: the values for the kept rows, in row-major order.
+            dim: the dim of the rows.
             accumulate: whether values are added.
         """
         if self.order is not None:
             values = self.order.returned(values.movedim(dim, 0)).movedim(0, dim)
-        write = torch.index_add if accumulate else torch.index_copy
-        return write(rows, dim, self.indices, values)
+        index_op = torch.index_add if accumulate else torch.index_copy
+        return index_op(rows, dim, self.indices, values)
 
 
 def can_be_ordered(layout: Layout) -> bool:
-    """Whether `kept_rows` serves a mask of this layout, perhaps by an exchange along the last sharded dim."""
-    sharded = _sharded_dims(layout)
-    if _is_in_order(layout):
+    """Returns whether `kept_rows` supports a mask of this layout, with at most one exchange along a sharded dim."""
+    sharded_dims = _sharded_dims(layout)
+    if _is_row_major(layout):
         return True
-    one_mesh_dim = len(layout.partition_of(sharded[-1]).mesh_dims) == 1
-    return one_mesh_dim and (len(sharded) == 1 or (len(sharded) == 2 and _is_led_by_ones(layout, sharded[0])))
+    one_mesh_dim = len(layout.partition_of(sharded_dims[-1]).mesh_dims) == 1
+    two_dims = len(sharded_dims) == 2 and _has_leading_ones(layout, sharded_dims[0])
+    return one_mesh_dim and (len(sharded_dims) == 1 or two_dims)
 
 
-def _is_in_order(layout: Layout) -> bool:
-    """Whether the shards follow one another in row-major order."""
-    return _is_led_by_ones(layout, max(_sharded_dims(layout), default=0))
+def _is_row_major(layout: Layout) -> bool:
+    """Returns whether the shards follow one another in row-major order."""
+    return _has_leading_ones(layout, max(_sharded_dims(layout), default=0))
 
 
 def _sharded_dims(layout: Layout) -> list[int]:
     return [d for d, partition in enumerate(layout.partitions) if partition is not None]
 
 
-def _is_led_by_ones(layout: Layout, dim: int) -> bool:
+def _has_leading_ones(layout: Layout, dim: int) -> bool:
+    """Returns whether all dims before `dim` have size 1."""
     return all(isinstance(n, int) and n == 1 for n in layout.shape[:dim])
 
 
 def kept_rows(keep: Tensor, layout: Layout) -> KeptRows:
-    """The rows that a mask keeps.
+    """Finds the rows that a mask keeps.
 
     Args:
         keep: this rank's shard of the mask.
-        layout: of the mask, for which `can_be_ordered` holds.
+        layout: the layout of the mask, for which `can_be_ordered` holds.
     """
     mesh, about = layout.mesh, math.prod(map(compat.size_hint, layout.shape))
-    sharded = _sharded_dims(layout)
-    mesh_dims = [m for d in sharded for m in layout.partition_of(d).mesh_dims]
-    if not sharded:
+    sharded_dims = _sharded_dims(layout)
+    mesh_dims = [m for d in sharded_dims for m in layout.partition_of(d).mesh_dims]
+    if not sharded_dims:
         size: Any = compat.keep_symbol(keep.sum().item())
         if not isinstance(size, int):
             torch._check(size >= 0)
             compat.suggest_hint(size, about)
         return KeptRows(size, None, _indices(keep, size), None)
-    if _is_in_order(layout):
+    if _is_row_major(layout):
         partition = _partition_of_counts(keep.sum().view(1), mesh, mesh_dims, about)
         return KeptRows(partition.size, partition, _indices(keep, partition.local_size(compat.coordinate(mesh))), None)
     group_name = compat.group_name_of(mesh, mesh_dims[-1])
-    counts = keep.flatten(sharded[-1]).sum(-1).reshape(-1)
-    parts = gather_counts(torch.constant_pad_nd(counts, [0, 1]), group_name)  # also where there are no segments
-    partition = _partition_of_counts(parts.sum(1), mesh, mesh_dims, about, gathered=1)
-    shard = partition.local_size(compat.coordinate(mesh))
-    return KeptRows(partition.size, partition, _indices(keep, shard), order_of_segments(parts, keep, shard, group_name))
+    counts = keep.flatten(sharded_dims[-1]).sum(-1).reshape(-1)
+    segments = gather_counts(torch.constant_pad_nd(counts, [0, 1]), group_name)  # padded, as there may be no segment
+    partition = _partition_of_counts(segments.sum(1), mesh, mesh_dims, about, gathered=1)
+    num_local = partition.local_size(compat.coordinate(mesh))
+    order = order_of_segments(segments, keep, num_local, group_name)
+    return KeptRows(partition.size, partition, _indices(keep, num_local), order)
 
 
 def _partition_of_counts(
     counts: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], about: int, gathered: int = 0
 ) -> Partition:
-    """The partition with this rank's count of rows.
+    """Returns the partition whose shard sizes are the ranks' counts of rows.
 
     Args:
-        counts: this rank's, or those of all ranks along the innermost mesh dims.
+        counts: the count of this rank, or the counts of all ranks along the innermost mesh dims.
         mesh: the mesh.
-        mesh_dims: over which the rows are sharded, outermost first.
-        about: how many there are at most.
+        mesh_dims: the mesh dims over which the rows are sharded, outermost first.
+        about: an upper bound of the total count, as a size hint.
         gathered: along how many of the innermost mesh dims `counts` are those of all ranks.
     """
     for mesh_dim in reversed(mesh_dims[: len(mesh_dims) - gathered]):
@@ -129,9 +133,9 @@ def _partition_of_counts(
 
 
 def _indices(keep: Tensor, count: IntLike) -> Tensor:
-    """Where a mask is true, in row-major order: [count]."""
+    """Returns the flat indices of the true elements of a mask: [count]."""
     keep = keep.reshape(-1)
     size = keep.shape[0]
-    place = torch.where(keep, keep.cumsum(0) - 1, size)
+    target = torch.where(keep, keep.cumsum(0) - 1, size)
     indices = torch.arange(size, device=keep.device)
-    return first_rows(place.new_zeros([size + 1]).scatter(0, place, indices), count)
+    return first_rows(target.new_zeros([size + 1]).scatter(0, target, indices), count)

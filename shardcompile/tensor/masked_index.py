@@ -1,4 +1,4 @@
-"""The items of ``x[...]`` where one of them is a mask."""
+"""Parses the index of ``x[...]`` that contains a boolean mask."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 ViewItem = slice | int | torch.SymInt | None
-"""An item of an index that gives a view."""
+"""An item of a basic index, which returns a view."""
 
 
 class MaskedIndex(NamedTuple):
-    """An index of a mask beside what gives views.
+    """An index of one mask and basic items, split into a view and a mask of that view.
 
     Attributes:
-        view: the items that give a view, with slices of everything in place of the mask; None if they change nothing.
-        dim: the first dim of the view that is masked.
+        view: the basic items, with full slices in place of the mask; None if they leave the tensor unchanged.
+        dim: the first masked dim of the view.
         mask: the mask.
     """
 
@@ -26,52 +26,52 @@ class MaskedIndex(NamedTuple):
     mask: Tensor
 
     @property
-    def of_view(self) -> tuple[slice | Tensor, ...]:
-        """The index of the view."""
+    def view_index(self) -> tuple[slice | Tensor, ...]:
+        """The index of the mask into the view."""
         return (*[slice(None)] * self.dim, self.mask)
 
 
 def is_mask(item: object) -> TypeGuard[Tensor]:
-    """Whether an item of an index is a mask."""
+    """Returns whether an item of an index is a mask."""
     return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
 
 
 def has_mask(index: object) -> bool:
-    """Whether an index is a mask, or a tuple with one."""
+    """Returns whether an index is a mask, or a tuple that contains one."""
     return any(is_mask(i) for i in index) if isinstance(index, tuple) else is_mask(index)
 
 
 def masked_index(index: object, ndim: int) -> MaskedIndex | None:
-    """An index with one mask, and integers, slices, None or an ellipsis beside it; None for any other.
+    """Parses an index of one mask and integers, slices, None or an ellipsis; returns None for any other index.
 
     Args:
-        index: as Python gets it.
-        ndim: of the tensor.
+        index: the argument of `__getitem__`.
+        ndim: number of dims of the tensor.
     """
     items = index if isinstance(index, tuple) else (index,)
     mask: Tensor | None = None
-    known: list[ViewItem | EllipsisType | Tensor] = []
-    given = 0  # dims of the tensor that the items take
+    parsed: list[ViewItem | EllipsisType | Tensor] = []
+    num_indexed = 0  # dims of the tensor that the items index
     for item in items:
         if is_mask(item):
             if mask is not None:
                 return None
             mask = item
-            given += item.ndim
+            num_indexed += item.ndim
         elif isinstance(item, slice) or (isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool)):
-            given += 1
+            num_indexed += 1
         elif item is not None and not isinstance(item, EllipsisType):
             return None
-        known.append(item)
-    if mask is None or given > ndim:
+        parsed.append(item)
+    if mask is None or num_indexed > ndim:
         return None
     view: list[ViewItem] = []
-    dims = dim = 0  # of the view so far; in front of the mask
-    for item in known:
+    dims = dim = 0  # number of dims of the view so far; number of dims before the mask
+    for item in parsed:
         if isinstance(item, EllipsisType):
-            view.extend([slice(None)] * (ndim - given))
-            dims += ndim - given
-            given = ndim  # a second ellipsis stands for nothing
+            view.extend([slice(None)] * (ndim - num_indexed))
+            dims += ndim - num_indexed
+            num_indexed = ndim  # a second ellipsis stands for nothing
         elif isinstance(item, Tensor):
             dim = dims
             view.extend([slice(None)] * item.ndim)

@@ -1,4 +1,4 @@
-"""One partition for a tensor and its mask, and the rows that the mask keeps."""
+"""Redistributes a tensor and its mask to one partition, and finds the rows that the mask keeps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardcompile.tensor.kept_rows import KeptRows, can_be_ordered, kept_rows
 
 
 class Masked(NamedTuple):
-    """A tensor in the partition of its mask, and the rows that this keeps.
+    """A tensor that has the partition of its mask along the masked dims, and the rows that the mask keeps.
 
     Attributes:
-        x: the tensor; perhaps with masked dims flattened.
+        x: the tensor, possibly with masked dims flattened.
         dim: its first masked dim.
-        ndim: of the mask.
-        kept: the rows.
+        ndim: number of dims of the mask.
+        kept: the kept rows.
         flattened: whether masked dims were flattened.
     """
 
@@ -37,15 +37,15 @@ class Masked(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """That of the tensor."""
+        """The layout of the tensor."""
         return self.x._spec.layout
 
     def rows(self) -> Tensor:
-        """This rank's shard, with the masked dims flattened."""
+        """Returns this rank's local shard with the masked dims flattened."""
         return ToLocal.apply(self.x, None).flatten(self.dim, self.dim + self.ndim - 1)
 
     def layout_of_kept(self) -> Layout:
-        """That of what is kept."""
+        """Returns the layout of ``x[mask]``."""
         layout, first, end = self.layout, self.dim, self.dim + self.ndim
         shape = [*layout.shape[:first], self.kept.size, *layout.shape[end:]]
         return Layout.of_partitions(
@@ -57,45 +57,47 @@ class Masked(NamedTuple):
 
 
 def on_mesh(x: Tensor, mesh: DeviceMesh) -> Sharded:
-    """A sharded tensor in shards of neighbouring rows; a plain one counts as the same value on every rank."""
+    """Returns a sharded tensor whose shards are one segment of rows each; a plain tensor becomes a replicated one."""
     return in_one_piece(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
 
 
 def masked_rows(x: Tensor, mask: Tensor, dim: int, keep: bool = True) -> Masked:
-    """A tensor and the rows that a mask keeps of it. Where their order needs it, masked dims are flattened first.
+    """Redistributes a tensor and a mask to one partition, and finds the rows that the mask keeps.
+
+    Masked dims are flattened first where the row-major order of the kept rows requires it.
 
     Args:
         x: the tensor.
         mask: the mask.
         dim: the first masked dim.
-        keep: whether what the caller returns has as many rows.
+        keep: whether the count of kept rows is a size of what the caller returns.
     """
     mesh, count = first_sharded((x, mask))._spec.layout.mesh, mask.ndim
-    rows, keeps = on_mesh(x, mesh), on_mesh(mask, mesh)
-    rows = redistributed(rows, _common_layout(rows._spec.layout, keeps, dim))
+    rows, sharded_mask = on_mesh(x, mesh), on_mesh(mask, mesh)
+    rows = redistributed(rows, _common_layout(rows._spec.layout, sharded_mask, dim))
     flattened = False
     while True:
         layout = rows._spec.layout
-        of_mask = Layout.of_partitions(
+        mask_layout = Layout.of_partitions(
             mesh, layout.shape[dim : dim + count], torch.bool, layout.partitions[dim : dim + count]
         )
-        if can_be_ordered(of_mask):
-            return Masked(rows, dim, count, _kept_by(keeps, of_mask, mask, keep), flattened)
-        first = next(d for d, partition in enumerate(of_mask.partitions) if partition is not None)
+        if can_be_ordered(mask_layout):
+            return Masked(rows, dim, count, _cached_kept_rows(sharded_mask, mask_layout, mask, keep), flattened)
+        first = next(d for d, partition in enumerate(mask_layout.partitions) if partition is not None)
         last = first or count - 1
         rows = on_mesh(rows.flatten(dim, dim + last), mesh)
-        keeps = on_mesh(wrapped(moved(keeps, of_mask), of_mask).flatten(0, last), mesh)
+        sharded_mask = on_mesh(wrapped(moved(sharded_mask, mask_layout), mask_layout).flatten(0, last), mesh)
         count, flattened = count - last, True
 
 
-def _kept_by(mask: Sharded, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
-    """The rows that a mask keeps, in a trace worked out once for it: ``x[mask] + y[mask]`` has one partition.
+def _cached_kept_rows(mask: Sharded, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
+    """Finds the rows that a mask keeps; while tracing once per mask, so that ``x[mask] + y[mask]`` has one partition.
 
     Args:
         mask: the mask.
-        layout: in which it is needed.
-        given: the mask as it was given.
-        keep: whether what the caller returns has as many rows.
+        layout: the layout to redistribute it to.
+        given: the mask as the caller passed it, the key of the cache.
+        keep: whether the count of kept rows is a size of what the caller returns.
     """
     if not compat.is_fake(mask._local_tensor):
         return kept_rows(moved(mask, layout), layout)
@@ -103,12 +105,12 @@ def _kept_by(mask: Sharded, layout: Layout, given: Tensor, keep: bool) -> KeptRo
         None if c is None else (c.kind, c.shards, *map(compat.expression_of, (c.key, c.size, c.inner, c.scale)))
         for c in layout.partitions
     ]
-    what = ("kept rows", layout.placements, *partitions, 0 if given.is_inference() else given._version)
-    return compat.once_for_tensor(given, what, lambda: kept_rows(moved(mask, layout), layout), keep)
+    key = ("kept rows", layout.placements, *partitions, 0 if given.is_inference() else given._version)
+    return compat.once_for_tensor(given, key, lambda: kept_rows(moved(mask, layout), layout), keep)
 
 
 def _common_layout(layout: Layout, mask: Sharded, dim: int) -> Layout:
-    """A layout of a tensor without pending reductions; sharded like its mask where it is not sharded there."""
+    """Returns a layout without pending reductions, with the partitions of the mask if no masked dim is sharded."""
     layout, partitions = layout.reduced(), list(layout.partitions)
     used = {m for partition in partitions if partition is not None for m in partition.mesh_dims}
     if all(partition is None for partition in partitions[dim : dim + mask.ndim]):

@@ -1,7 +1,8 @@
-"""Indexing by masks: rows that a mask keeps stay on their ranks, and what is written to them goes there.
+"""Indexing with boolean masks: rows that a mask keeps stay on their ranks, and values written to them are sent there.
 
-Along the masked dims the tensor and the mask have one partition: that of the tensor, or, if it has none there, that of
-the mask. The counts of the kept rows, which a small collective tells, are the partition of the result (`kept_rows`).
+Along the masked dims the tensor and the mask have one partition: that of the tensor, or, if the tensor is not sharded
+there, that of the mask. The counts of kept rows, which ranks exchange in a small collective, are the shard sizes of the
+result (`kept_rows`).
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ aten = torch.ops.aten
 
 
 def getitem(func: Callable[..., Tensor], x: Tensor, index: object) -> Tensor:
-    """``x[index]``, where the index has a mask."""
+    """Implements ``x[index]`` for an index that contains a mask."""
     found = masked_index(index, x.ndim)
     if found is None:
         return func(x, _with_indices(index))
     view = x if found.view is None else func(x, found.view)
     if not _serves(view, found.mask, found.dim):
-        return func(view, found.of_view)
+        return func(view, found.view_index)
     return _keep_rows(view, found.mask, found.dim)
 
 
 def setitem(func: Callable[..., object], x: Tensor, index: object, value: object) -> None:
-    """``x[index] = value``, where the index has a mask."""
+    """Implements ``x[index] = value`` for an index that contains a mask."""
     found = masked_index(index, x.ndim)
     if found is None:
         func(x, _with_indices(index), value)
         return
     view = x if found.view is None else torch.Tensor.__getitem__(x, found.view)
     if not _has_rows(value) or value.dtype is not x.dtype or not _fits(view, found.mask, found.dim):
-        func(view, found.of_view, value)
+        func(view, found.view_index, value)
         return
-    while value.ndim > 0 and compat.is_one(value.shape[0]):  # torch drops them, and so may a value have more dims
+    while value.ndim > 0 and compat.is_one(value.shape[0]):  # torch drops leading dims of size 1
         value = value[0]
     view.copy_(_put(view, found.mask, value, found.dim, False))
 
@@ -56,7 +57,7 @@ def setitem(func: Callable[..., object], x: Tensor, index: object, value: object
 def index_put(
     func: Callable[..., Tensor], x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """``torch.index_put``, where the indices have a mask."""
+    """Implements ``torch.index_put`` for indices that contain a mask."""
     found = _put_by_mask(x, indices, values, accumulate)
     return func(x, _with_indices(tuple(indices)), values, accumulate) if found is None else found
 
@@ -64,13 +65,13 @@ def index_put(
 def index_put_(
     func: Callable[..., Tensor], x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """``x.index_put_``, where the indices have a mask."""
+    """Implements ``x.index_put_`` for indices that contain a mask."""
     found = _put_by_mask(x, indices, values, accumulate)
     return func(x, _with_indices(tuple(indices)), values, accumulate) if found is None else x.copy_(found)
 
 
 def masked_select(func: Callable[..., object], input: Tensor, mask: Tensor, **options: object) -> object:
-    """``torch.masked_select``."""
+    """Implements ``torch.masked_select``."""
     if options or not _is_bool(mask) or not _any_sharded(input, mask):
         return func(input, mask, **options)
     shape = torch.broadcast_shapes(input.shape, mask.shape)
@@ -79,24 +80,26 @@ def masked_select(func: Callable[..., object], input: Tensor, mask: Tensor, **op
 
 
 def masked_scatter(func: Callable[..., object], input: Tensor, mask: Tensor, source: Tensor) -> object:
-    """``torch.masked_scatter``."""
+    """Implements ``torch.masked_scatter``."""
     if not _is_bool(mask) or input.dtype is not source.dtype or not _any_sharded(input, mask):
         return func(input, mask, source)
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    x, wide = _expanded(input, shape), _expanded(mask, shape)
-    return _scatter_elements(x, wide, source) if _serves(x, wide, 0) else func(input, mask, source)
+    x, expanded = _expanded(input, shape), _expanded(mask, shape)
+    return _scatter_elements(x, expanded, source) if _serves(x, expanded, 0) else func(input, mask, source)
 
 
 def masked_scatter_(func: Callable[..., object], input: Tensor, mask: Tensor, source: Tensor) -> object:
-    """``x.masked_scatter_``."""
+    """Implements ``x.masked_scatter_``."""
     if not isinstance(input, Sharded) or not _is_bool(mask) or input.dtype is not source.dtype:
         return func(input, mask, source)
-    wide = _expanded(mask, input.shape)
-    return input.copy_(_scatter_elements(input, wide, source)) if _serves(input, wide, 0) else func(input, mask, source)
+    expanded = _expanded(mask, input.shape)
+    if not _serves(input, expanded, 0):
+        return func(input, mask, source)
+    return input.copy_(_scatter_elements(input, expanded, source))
 
 
 def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
-    """``torch.nonzero``."""
+    """Implements ``torch.nonzero``."""
     if out is not None or not _is_served(input):
         options = {} if out is None else {"out": out}
         return func(input, as_tuple=as_tuple, **options)
@@ -105,16 +108,16 @@ def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = 
 
 
 def argwhere(func: Callable[..., object], input: Tensor) -> object:
-    """``torch.argwhere``."""
+    """Implements ``torch.argwhere``."""
     return _indices(input) if _is_served(input) else func(input)
 
 
 def where(func: Callable[..., object], condition: Tensor) -> object:
-    """``torch.where`` of a condition alone."""
+    """Implements ``torch.where`` of a condition alone."""
     return _indices(condition).unbind(1) if _is_served(condition) else func(condition)
 
 
-# What is served
+# Support checks
 
 
 def _any_sharded(*tensors: Tensor) -> bool:
@@ -126,18 +129,18 @@ def _is_bool(mask: Tensor) -> bool:
 
 
 def _serves(x: Tensor, mask: Tensor, dim: int) -> bool:
-    """Whether a tensor or its mask is sharded, and the mask fits."""
+    """Returns whether a tensor or its mask is sharded, and the mask fits."""
     layouts = [t._spec.layout for t in (x, mask) if isinstance(t, Sharded)]
     return any(partition is not None for layout in layouts for partition in layout.partitions) and _fits(x, mask, dim)
 
 
 def _is_served(x: Tensor) -> TypeGuard[Sharded]:
-    """Whether the indices of what is not zero are found here."""
+    """Returns whether `_indices` computes the indices of the nonzero elements."""
     return isinstance(x, Sharded) and _serves(x, x, 0)
 
 
 def _fits(x: Tensor, mask: Tensor, dim: int) -> bool:
-    """Whether a mask fits to what it masks; torch says what is wrong with one that does not."""
+    """Returns whether a mask has the shape of the masked dims; otherwise torch raises the error."""
     if not 0 < mask.ndim <= x.ndim - dim or has_static_sizes(x) or has_static_sizes(mask):
         return False
     if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape[dim : dim + mask.ndim], strict=True)):
@@ -147,7 +150,7 @@ def _fits(x: Tensor, mask: Tensor, dim: int) -> bool:
 
 
 def _with_indices(index: object) -> object:
-    """An index of several tensors, masks being written as the indices of what they keep, which stay on their ranks."""
+    """Replaces the masks in an index of several tensors by the indices of the elements that they keep."""
     if not isinstance(index, tuple):
         return index
     sizes = [i.shape[-1] for i in index if isinstance(i, Tensor) and i.ndim > 0 and not is_mask(i)]
@@ -157,7 +160,7 @@ def _with_indices(index: object) -> object:
         if not is_mask(item) or not _is_served(item):
             items.append(item)
             continue
-        # The result has the other size, since torch does not take one that only a run tells for a 1 that is broadcast.
+        # The size of another index becomes that of the result: torch would not broadcast an unbacked size as a 1.
         with contextlib.nullcontext() if size is None else compat.unrecorded_symbols():
             indices = _indices(item, keep=size is None)
         if size is not None:
@@ -167,12 +170,12 @@ def _with_indices(index: object) -> object:
 
 
 def _has_rows(value: object) -> TypeGuard[Tensor]:
-    """Whether it is not one number, which is written where the mask says without an exchange, and has no gradient."""
+    """Returns whether a value needs `_put`; a scalar without a gradient is written without an exchange."""
     return isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad)
 
 
 def _put_by_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor | None:
-    """`x` with the values, if there is one mask and it is served; otherwise None."""
+    """Returns `x` with the values if the indices have one supported mask, otherwise None."""
     found = masked_index(tuple([slice(None) if i is None else i for i in indices]), x.ndim)
     if found is None or values.dtype is not x.dtype or not _fits(x, found.mask, found.dim):
         return None
@@ -180,42 +183,42 @@ def _put_by_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, ac
 
 
 def _expanded(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
-    """A tensor in a shape to which it is broadcast."""
+    """Expands a tensor to a shape; returns the tensor itself if it has that shape."""
     if x.ndim == len(shape) and all(compat.same_symbol(a, b) for a, b in zip(x.shape, shape, strict=True)):
         return x
     return x.expand(shape)  # type: ignore[arg-type]
 
 
-# Rows that are kept
+# Reading
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
 def _keep_rows(x: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """``x[:, ..., mask]``."""
-    return _kept(x, mask, dim)
+    """Computes ``x[:, ..., mask]``."""
+    return _select(x, mask, dim)
 
 
 @torch.compiler.allow_in_graph
 def _keep_elements(x: Tensor, mask: Tensor) -> Tensor:
-    """``torch.masked_select`` of a tensor and a mask of its shape."""
-    repeated = _repeated_dims(x, mask)
-    kept = _kept(x, _without_last(mask, repeated), 0)
-    return kept.flatten() if repeated else kept
+    """Computes ``torch.masked_select`` of a tensor and a mask of its shape."""
+    num_expanded = _num_expanded_dims(x, mask)
+    kept = _select(x, _without_last(mask, num_expanded), 0)
+    return kept.flatten() if num_expanded else kept
 
 
-def _kept(x: Tensor, mask: Tensor, dim: int) -> Tensor:
+def _select(x: Tensor, mask: Tensor, dim: int) -> Tensor:
     masked = masked_rows(x, mask, dim)
-    rows = masked.kept.taken(masked.rows(), dim)
+    rows = masked.kept.select(masked.rows(), dim)
     return wrapped(rows, masked.layout_of_kept(), _stride_of_kept(x, mask.ndim, masked))
 
 
 def _stride_of_kept(x: Tensor, ndim: int, masked: Masked) -> Sequence[IntLike]:
-    """The strides of ``x[:, ..., mask]``, those of the other dims being in the order of `x`.
+    """Returns the strides of ``x[:, ..., mask]``, in which the other dims keep the order that they have in `x`.
 
     Args:
         x: the tensor.
-        ndim: of the mask.
-        masked: as `masked_rows` gives it.
+        ndim: number of dims of the mask.
+        masked: the result of `masked_rows`.
     """
     stride = contiguous_stride(masked.layout_of_kept().shape)
     if all(compat.statically_known_true(a == b) for a, b in zip(x.stride(), contiguous_stride(x.shape), strict=True)):
@@ -227,21 +230,21 @@ def _stride_of_kept(x: Tensor, ndim: int, masked: Masked) -> Sequence[IntLike]:
     return stride
 
 
-def _repeated_dims(x: Tensor, mask: Tensor) -> int:
-    """Over how many trailing dims a mask was expanded, of which none is sharded."""
+def _num_expanded_dims(x: Tensor, mask: Tensor) -> int:
+    """Returns the number of trailing dims, none of them sharded, over which a mask was expanded."""
     partitions = [t._spec.layout.partitions for t in (x, mask) if isinstance(t, Sharded)]
     count = 0
     for d in reversed(range(1, mask.ndim)):
         size, step = mask.shape[d], mask.stride(d)
-        is_repeated = isinstance(size, int) and (size == 1 or (size > 1 and isinstance(step, int) and step == 0))
-        if not is_repeated or any(c[d] is not None for c in partitions):
+        is_expanded = isinstance(size, int) and (size == 1 or (size > 1 and isinstance(step, int) and step == 0))
+        if not is_expanded or any(c[d] is not None for c in partitions):
             break
         count += 1
     return count
 
 
 def _without_last(mask: Tensor, count: int) -> Tensor:
-    """A mask without its last dims, over which it was expanded."""
+    """Removes the last `count` dims of a mask, over which it was expanded."""
     for _ in range(count):
         mask = mask.select(-1, 0)
     return mask
@@ -249,13 +252,13 @@ def _without_last(mask: Tensor, count: int) -> Tensor:
 
 @torch.compiler.allow_in_graph
 def _indices(x: Sharded, keep: bool = True) -> Tensor:
-    """``x.nonzero()``."""
+    """Computes ``x.nonzero()``."""
     mask: Tensor = x
     if x.dtype is not torch.bool:
         mask = redistributed(x, x._spec.layout.reduced()).detach() != 0
     masked = masked_rows(mask, mask, 0, keep)
     layout, indices = masked.layout, masked.kept.indices
-    columns = _unravelled(indices, masked.x._local_tensor.shape)
+    columns = _unravel(indices, masked.x._local_tensor.shape)
     for d, partition in enumerate(layout.partitions):
         if partition is not None:
             first: Any = first_row(partition, layout)
@@ -264,36 +267,36 @@ def _indices(x: Sharded, keep: bool = True) -> Tensor:
         linear: Any = 0
         for size, column in zip(layout.shape, columns, strict=True):
             linear = linear * size + column
-        columns = _unravelled(linear, x.shape)
-    rows = masked.kept.in_order(torch.stack(columns, 1))
+        columns = _unravel(linear, x.shape)
+    rows = masked.kept.to_row_major(torch.stack(columns, 1))
     size = masked.kept.size
-    found = Layout.of_partitions(layout.mesh, [size, x.ndim], rows.dtype, [masked.kept.partition, None])
-    return wrapped(rows, found, (1, max(size, 1) if isinstance(size, int) else size))  # one column after the other
+    result = Layout.of_partitions(layout.mesh, [size, x.ndim], rows.dtype, [masked.kept.partition, None])
+    return wrapped(rows, result, (1, max(size, 1) if isinstance(size, int) else size))  # column-major, as in torch
 
 
-def _unravelled(indices: Tensor, shape: Sequence[IntLike]) -> list[Tensor]:
-    """The indices along each dim of elements in row-major order."""
+def _unravel(indices: Tensor, shape: Sequence[IntLike]) -> list[Tensor]:
+    """Converts flat row-major indices to an index along each dim."""
     columns: list[Tensor] = []
     for size in reversed(shape[1:]):
-        # Of a dim without elements there are no indices, and compilers take no guard of it.
+        # The clamp avoids a division by zero without a guard on the size; a dim of size 0 has no indices.
         divisor: Any = indices.new_full([], size).clamp(min=1)  # type: ignore[arg-type]
         columns.append(indices % divisor)
         indices = indices.div(divisor, rounding_mode="floor")
     return [indices, *reversed(columns)]
 
 
-# Rows that are written
+# Writing
 
 
 def _put(x: Tensor, mask: Tensor, values: Tensor, dim: int, accumulate: bool) -> Tensor:
-    """``index_put`` by a mask of neighbouring dims."""
-    behind = x.ndim - dim - mask.ndim
-    at = values.ndim - behind - 1  # the dim of the kept rows
-    if at < 0 or _is_one(values.shape[at]):
-        wide = mask[(..., *[None] * behind)]
-        if at >= 0:
-            values = values.reshape([*values.shape[:at], *[1] * mask.ndim, *values.shape[at + 1 :]])
-        return torch.where(wide, x + values if accumulate else values, x)
+    """Computes ``index_put`` with a mask of adjacent dims that begin at `dim`."""
+    num_trailing = x.ndim - dim - mask.ndim
+    row_dim = values.ndim - num_trailing - 1  # the dim of the kept rows
+    if row_dim < 0 or _is_one(values.shape[row_dim]):
+        expandable = mask[(..., *[None] * num_trailing)]
+        if row_dim >= 0:
+            values = values.reshape([*values.shape[:row_dim], *[1] * mask.ndim, *values.shape[row_dim + 1 :]])
+        return torch.where(expandable, x + values if accumulate else values, x)
     return _put_rows(x, mask, values, dim, accumulate)
 
 
@@ -303,16 +306,16 @@ def _is_one(size: object) -> bool:
 
 @torch.compiler.allow_in_graph
 def _put_rows(x: Tensor, mask: Tensor, values: Tensor, dim: int, accumulate: bool) -> Tensor:
-    """``index_put`` of a value for each row that is kept."""
+    """Computes ``index_put`` with a value for each kept row."""
     with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
         masked = masked_rows(x, mask, dim, keep=False)
         _check_count(masked, values)
-        return _written(x, masked, values, accumulate, dense_stride(x.shape, x.stride()))
+        return _write(x, masked, values, accumulate, dense_stride(x.shape, x.stride()))
 
 
 def _check_count(masked: Masked, values: Tensor) -> None:
-    at = values.ndim - (masked.layout.ndim - masked.dim - masked.ndim) - 1
-    count, size = values.shape[at], masked.kept.size
+    row_dim = values.ndim - (masked.layout.ndim - masked.dim - masked.ndim) - 1
+    count, size = values.shape[row_dim], masked.kept.size
     if not isinstance(count, int) or not isinstance(size, int):
         torch._check(count == size, lambda: f"a mask keeps {size} rows, and there are values for {count}")
     elif count != size:
@@ -322,31 +325,33 @@ def _check_count(masked: Masked, values: Tensor) -> None:
         )
 
 
-def _written(x: Tensor, masked: Masked, values: Tensor, accumulate: bool, stride: Sequence[IntLike]) -> Tensor:
-    """`x`, with a value for each row that is kept, stored as strides say. Values that other ranks have are fetched."""
+def _write(x: Tensor, masked: Masked, values: Tensor, accumulate: bool, stride: Sequence[IntLike]) -> Tensor:
+    """Returns `x` with a value written to each kept row, and with the given strides. Fetches values of other ranks."""
     layout, wanted = masked.layout, masked.layout_of_kept()
     values = on_mesh(values, layout.mesh)
-    outer = wanted.ndim - values.ndim
-    at = masked.dim - outer
-    sizes = [wanted.shape[at + outer] if d == at else n for d, n in enumerate(values.shape)]
-    partitions = [None if d != at and _is_one(n) else wanted.partitions[d + outer] for d, n in enumerate(sizes)]
+    num_broadcast = wanted.ndim - values.ndim
+    row_dim = masked.dim - num_broadcast
+    sizes = [wanted.shape[masked.dim] if d == row_dim else n for d, n in enumerate(values.shape)]
+    partitions = [
+        None if d != row_dim and _is_one(n) else wanted.partitions[d + num_broadcast] for d, n in enumerate(sizes)
+    ]
     local = ToLocal.apply(
         redistributed(values, Layout.of_partitions(layout.mesh, sizes, values.dtype, partitions)), None
     )
     rows = masked.rows()
     shape = [masked.kept.indices.shape[0] if d == masked.dim else n for d, n in enumerate(rows.shape)]
-    rows = masked.kept.written(rows, local.expand(shape), masked.dim, accumulate)
+    rows = masked.kept.write(rows, local.expand(shape), masked.dim, accumulate)
     rows = rows.view(masked.x._local_tensor.shape)
     return wrapped(rows, layout).view(x.shape) if masked.flattened else wrapped(rows, layout, stride)
 
 
 @torch.compiler.allow_in_graph
 def _scatter_elements(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """``torch.masked_scatter`` of a tensor and a mask of its shape."""
+    """Computes ``torch.masked_scatter`` of a tensor and a mask of its shape."""
     with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
-        repeated = _repeated_dims(x, mask)
-        masked = masked_rows(x, _without_last(mask, repeated), 0, keep=False)
-        trailing = x.shape[x.ndim - repeated :]
+        num_expanded = _num_expanded_dims(x, mask)
+        masked = masked_rows(x, _without_last(mask, num_expanded), 0, keep=False)
+        trailing = x.shape[x.ndim - num_expanded :]
         width = math.prod(trailing)
         total: Any = masked.kept.size * width  # type: ignore[operator]
         _check_source(total, source)
@@ -356,7 +361,7 @@ def _scatter_elements(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
             masked.layout.mesh, [total], flat.dtype, [None if partition is None else partition.scaled(width)]
         )
         values = redistributed(first_sharded([flat]), wanted).view(masked.kept.size, *trailing)
-        return _written(x, masked, values, False, contiguous_stride(x.shape))
+        return _write(x, masked, values, False, contiguous_stride(x.shape))
 
 
 def _check_source(total: IntLike, source: Tensor) -> None:

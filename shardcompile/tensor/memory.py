@@ -1,4 +1,4 @@
-"""Ways out of a tensor to its memory. A sharded tensor has none of its own, so each of them is refused in words."""
+"""Functions that access the memory of a tensor. A sharded tensor has none of its own, so they raise a clear error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Tensor: Any = torch.Tensor
 
 
 def refuse_memory(call: str, *given: object) -> NoReturn:
-    """Refuses a call that reads or hands out memory.
+    """Refuses a call that reads or returns memory.
 
     Args:
-        call: what was called.
-        given: the arguments, among them sharded tensors.
+        call: the call, as part of the message.
+        given: the arguments, which contain sharded tensors.
 
     Raises:
         UnsupportedOpError: always.
@@ -34,13 +34,13 @@ def refuse_memory(call: str, *given: object) -> NoReturn:
 
 
 def data_ptr(x: Sharded) -> int:
-    """The address of a tensor's memory: 0 for torch's own code, which tells wrappers by it; refused otherwise."""
-    # The frames between are this one and that of the method.
+    """Returns 0 to torch's own code, which recognizes wrapper subclasses by it; refuses other callers."""
+    # The two frames are this function and the method that calls it.
     return 0 if compat.torch_compares_memory(2) else refuse_memory("data_ptr()", x)
 
 
 def untyped_storage(x: Sharded) -> torch.UntypedStorage:
-    """The storage of a tensor. Torch's own code gets one that can be compared, and not be read; refused otherwise."""
+    """Returns to torch's own code a storage that can be compared but not read; refuses other callers."""
     if not compat.torch_compares_memory(2):
         refuse_memory("untyped_storage()", x)
     with torch._C.DisableTorchFunctionSubclass():
@@ -50,10 +50,10 @@ def untyped_storage(x: Sharded) -> torch.UntypedStorage:
 def explain_read(
     error: RuntimeError, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> None:
-    """Says in words what a kernel has run into that reads the memory of its arguments below dispatch.
+    """Replaces the error of a kernel that reads the memory of its arguments below dispatch by a clear one.
 
     Raises:
-        UnsupportedOpError: if this is such an error.
+        UnsupportedOpError: if `error` is such an error.
     """
     if any(text in str(error) for text in compat.NO_MEMORY):
         name = getattr(func, "__name__", str(func))
@@ -68,30 +68,30 @@ def _refuse(func: Callable[..., object], *args: object, **kwargs: object) -> NoR
 
 
 def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
-    """``x.numpy()``: a number as a numpy array; larger tensors are not gathered behind the caller's back."""
+    """Implements ``x.numpy()`` for tensors without dims; larger tensors are not gathered implicitly."""
     if x.ndim > 0:
         raise refusal(
             "numpy()",
             x._spec.layout.describe(),
-            "numpy knows no local shards",
-            "Take x.to_local().numpy() for this rank's local shard, or x.full_tensor().numpy() for all of it. Beside "
-            "sharded tensors, write torch.from_numpy(array) for an array, and torch.sin for np.sin",
+            "numpy does not support shards",
+            "Take x.to_local().numpy() for this rank's local shard, or x.full_tensor().numpy() for all of it. To "
+            "combine an array with a sharded tensor write torch.from_numpy(array), and torch.sin for np.sin",
         )
     if x.requires_grad and not kwargs.get("force"):
-        return func(torch.zeros((), requires_grad=True))  # torch's own refusal
+        return func(torch.zeros((), requires_grad=True))  # raises torch's own error
     return func(x.detach().full_tensor(), **kwargs)
 
 
 def _array(_: object, x: torch.Tensor, dtype: Any = None, *, copy: bool | None = None) -> Any:
-    """``np.asarray(x)``."""
+    """Implements ``np.asarray(x)``."""
     array: Any = _numpy(_Tensor.numpy, x)
     return array if dtype is None else array.astype(dtype, copy=False)
 
 
 def _cuda_array_interface(func: Callable[..., object], x: Sharded) -> object:
-    """``x.__cuda_array_interface__``: an `AttributeError`, so that whoever asks goes on to another protocol."""
+    """Implements ``x.__cuda_array_interface__``: raises an `AttributeError`, so that callers try another protocol."""
     if not x.is_cuda:
-        return func(x)  # torch's own
+        return func(x)  # raises torch's own error
     try:
         refuse_memory("__cuda_array_interface__", x)
     except UnsupportedOpError as refused:
@@ -110,11 +110,11 @@ MEMORY_FUNCTIONS: dict[object, Callable[..., object]] = {
             _Tensor.apply_,
             _Tensor.map_,
             _Tensor.map2_,
-            _Tensor.data_ptr,  # `torch.Tensor.data_ptr(x)`: of x.data_ptr() the class has its own
+            _Tensor.data_ptr,  # `torch.Tensor.data_ptr(x)`; the class overrides `x.data_ptr()`
             _Tensor.untyped_storage,
             *(getattr(_Tensor, name) for name in ("const_data_ptr",) if hasattr(_Tensor, name)),  # new in some 2.x
         ],
         _refuse,
     ),
 }
-"""What Python functions of torch do in place of reading memory."""
+"""Implementations of the torch functions that access memory."""

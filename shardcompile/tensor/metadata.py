@@ -1,4 +1,4 @@
-"""What a sharded tensor tells the compiler about itself besides its inner tensors."""
+"""The metadata of `__tensor_flatten__`: what the compiler knows about a sharded tensor besides its inner tensors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardcompile.collectives import note_partition
 from shardcompile.sharding import IntLike, Layout, Partition, Spec, order_of, sizes_of_key
 
 PartitionKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
-"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed partition, and runs. Scale and runs that are symbols
-are `_CARRIED`."""
+"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed partition, and runs. A symbolic scale or number of
+runs is replaced by `_CARRIED`."""
 
 _CARRIED = 0
-"""In place of a number that is a symbol of the trace: the inner tensor ``_partition_keys`` has it in its shape."""
+"""The placeholder of a symbolic number, which is in the shape of the inner tensor ``_partition_keys``."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The part of a spec that a graph is specialised on: everything but sizes and dynamic sizes.
+    """The part of a spec that a graph is specialized on: everything but global sizes and dynamic shard sizes.
 
-    Equal metadata is the same object, so that the guard on it is a comparison of identities.
+    Metadata is interned: equal metadata is the same object, so the guard on it compares identities.
     """
 
     mesh: Any
@@ -39,7 +39,7 @@ class Metadata:
     partitions: tuple[PartitionKind, ...]
     epoch: int
     copied: bool = False
-    """Whether the shard is a copy of what the tensor is a view of."""
+    """Whether the tensor is a copied view: its local shard is a copy of a part of its base."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Metadata:
         return self
@@ -49,7 +49,7 @@ class Metadata:
 
     @property
     def dynamic_dims(self) -> list[int]:
-        """Tensor dims whose key is in the shape of the inner tensor ``_partition_keys``."""
+        """The tensor dims whose partition key is in the shape of the inner tensor ``_partition_keys``."""
         return [dim for dim, kind, *_ in self.partitions if kind == "dynamic"]
 
     @property
@@ -59,11 +59,11 @@ class Metadata:
 
     @property
     def has_stated_sizes(self) -> bool:
-        """Whether there is a partition that does not follow from the size and the placements."""
+        """Whether there is a partition that does not follow from the global size and the placements."""
         return any(kind != "chunk" or scale != 1 for _, kind, _, _, scale, *_ in self.partitions)
 
     def stable_text(self) -> str:
-        """The same text for the same metadata in every process; tells ranks of a mesh apart."""
+        """Returns a text that is the same for the same metadata in every process, and differs between ranks."""
         mesh = self.mesh
         return repr(
             (
@@ -91,34 +91,35 @@ def intern_metadata(
     partitions: tuple[PartitionKind, ...],
     copied: bool = False,
 ) -> Metadata:
-    """The metadata with these parts."""
+    """Returns the interned metadata with these fields."""
     metadata = Metadata(mesh, placements, dtype, partitions, compat.world_epoch(), copied)
     return _INTERNED.setdefault(metadata, metadata)
 
 
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
-    """The metadata of a layout, and whether the shard is a copy that has to follow another tensor."""
+    """Returns the metadata of a layout; `copied` says whether the tensor is a copied view."""
     partitions = tuple(
-        (d, c.kind, c.mesh_dims, c.inner, _stated(c.scale), c.sizes if c.kind == "fixed" else (), _stated(c.runs))
+        (d, c.kind, c.mesh_dims, c.inner, _static(c.scale), c.sizes if c.kind == "fixed" else (), _static(c.runs))
         for d, c in enumerate(layout.partitions)
         if c is not None
     )
     return intern_metadata(layout.mesh, layout.placements, layout.dtype, partitions, copied)
 
 
-def _stated(number: IntLike) -> int:
+def _static(number: IntLike) -> int:
     return number if isinstance(number, int) else _CARRIED
 
 
 def _carried(layout: Layout, metadata: Metadata) -> list[IntLike]:
-    """The numbers of a layout that a graph has as symbols, in the order of the metadata."""
+    """Returns the scales and numbers of runs of a layout that are symbols of a graph, in the order of the metadata."""
     partitions = [(layout.partition_of(dim), scale, runs) for dim, _, _, _, scale, _, runs in metadata.partitions]
-    return [n for c, scale, runs in partitions for n, known in ((c.scale, scale), (c.runs, runs)) if known == _CARRIED]
+    pairs = [pair for c, scale, runs in partitions for pair in ((c.scale, scale), (c.runs, runs))]
+    return [number for number, static in pairs if static == _CARRIED]
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def of_input(layout: Layout) -> Layout:
-    """The layout as which an input is traced: chunked partitions are dynamic ones, so that one graph serves both."""
+    """Returns the layout with which an input is traced: chunked partitions become dynamic, so one graph serves both."""
     partitions = [c and c.as_dynamic() for c in layout.partitions]
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
@@ -127,7 +128,7 @@ compat.forget_with_world(of_input.cache_clear)
 
 
 def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
-    """The same shards, as chunked and dynamic partitions where the metadata of a graph's tensor has these."""
+    """Returns a layout of the same shards whose partitions are chunked or dynamic where those of the metadata are."""
     partitions = list(layout.partitions)
     for dim, kind, _, _, scale, *_ in metadata.partitions:
         partition = partitions[dim]
@@ -143,20 +144,19 @@ def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
 
 
 def is_stated_by(layout: Layout, metadata: Metadata) -> bool:
-    """Whether a graph's tensor of this metadata may have this layout."""
+    """Returns whether a tensor of a graph with this metadata may have this layout."""
     carried = iter(_carried(layout, metadata))
-    partitions = tuple(_filled(kind, carried) for kind in metadata.partitions)
+    partitions = tuple(_with_carried(kind, carried) for kind in metadata.partitions)
     stated = intern_metadata(metadata.mesh, metadata.placements, metadata.dtype, partitions, metadata.copied)
     return metadata_of(layout, metadata.copied) is stated
 
 
 def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bool = False) -> Tensor:
-    """An empty tensor whose shape carries the keys of the dynamic partitions into a graph.
+    """Returns an empty tensor whose shape carries the keys of the dynamic partitions into a graph.
 
-    The zero comes first and strides are 0, so that no storage size overflows. Inside a trace the tensor that brought
-    the same keys in is used again, so that ops add nothing to the graph. Sizes that only become known when the graph
-    runs follow the keys: torch looks for the origin of their symbols in inner tensors alone. Symbolic scales and counts
-    of segments come last.
+    The first size is 0 and the strides are 0, so that the storage size does not overflow. While tracing, a tensor that
+    carries the same keys is reused, so that ops add no nodes to the graph. Unbacked global sizes follow the keys, since
+    torch looks for the origin of their symbols in inner tensors only. Symbolic scales and numbers of runs come last.
     """
     partitions = [layout.partition_of(d) for d in metadata.dynamic_dims]
     keys = [c.key for c in partitions]
@@ -181,48 +181,48 @@ compat.forget_with_world(_RUNTIME_SPECS.clear)
 def spec_from_parts(
     metadata: Metadata, local: Tensor, carrier: Tensor | None, shape: Sequence[IntLike], stride: Sequence[IntLike]
 ) -> Spec:
-    """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
+    """Returns the spec of an unflattened tensor: at run time with shard sizes looked up by key, else with symbols."""
     shape, stride = tuple(shape), tuple(stride)
     keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
-    marks = [n for *_, scale, _, runs in metadata.partitions for n in (scale, runs) if n == _CARRIED]
-    carried = () if carrier is None or not marks else tuple(carrier.shape[-len(marks) :])
-    # An size may have become a number, and the shard's size along it still be a symbol of this trace.
-    plain = all(type(s) is int for s in (*keys, *carried, *shape, *stride, *local.shape))
-    if plain:
+    placeholders = [n for *_, scale, _, runs in metadata.partitions for n in (scale, runs) if n == _CARRIED]
+    carried = () if carrier is None or not placeholders else tuple(carrier.shape[-len(placeholders) :])
+    # The local shape is checked as well: a global size may be a constant while the shard size is still a symbol.
+    is_static = all(type(s) is int for s in (*keys, *carried, *shape, *stride, *local.shape))
+    if is_static:
         cache_key = (metadata, keys, carried, shape, stride)
-        found = _RUNTIME_SPECS.get(cache_key)
-        if found is not None:
-            return found
-    by_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
+        cached = _RUNTIME_SPECS.get(cache_key)
+        if cached is not None:
+            return cached
+    key_of_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
     partitions: list[Partition | None] = [None] * len(shape)
     numbers = iter(carried)
-    for kind in (_filled(kind, numbers) for kind in metadata.partitions):
-        partition = _partition(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
+    for kind in (_with_carried(kind, numbers) for kind in metadata.partitions):
+        partition = _partition(metadata, kind, key_of_dim.get(kind[0], 0), shape[kind[0]], local)
         partitions[kind[0]] = partition if partition.shards is not None else replace(partition, carrier=carrier)
     spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, partitions), stride)
-    if plain:
+    if is_static:
         if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:
             _RUNTIME_SPECS.clear()
         _RUNTIME_SPECS[cache_key] = spec
     return spec
 
 
-def _filled(kind: PartitionKind, carried: Iterator[Any]) -> PartitionKind:
-    """A kind with the numbers that the inner tensor has."""
-    dim, how, mesh_dims, inner, scale, sizes, runs = kind
+def _with_carried(partition: PartitionKind, carried: Iterator[Any]) -> PartitionKind:
+    """Replaces the placeholders in the description of a partition by the numbers that the inner tensor carries."""
+    dim, kind, mesh_dims, inner, scale, sizes, runs = partition
     scale, runs = (next(carried) if n == _CARRIED else n for n in (scale, runs))
-    return dim, how, mesh_dims, inner, scale, sizes, runs
+    return dim, kind, mesh_dims, inner, scale, sizes, runs
 
 
-def _partition(metadata: Metadata, parts_of: PartitionKind, key: IntLike, size: IntLike, local: Tensor) -> Partition:
-    partition = _partition_of_one_segment(metadata, parts_of, key, size, local)
-    return partition if compat.is_one(parts_of[-1]) else replace(partition, runs=parts_of[-1])
+def _partition(metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor) -> Partition:
+    partition = _partition_of_one_run(metadata, description, key, size, local)
+    return partition if compat.is_one(description[-1]) else replace(partition, runs=description[-1])
 
 
-def _partition_of_one_segment(
-    metadata: Metadata, parts_of: PartitionKind, key: IntLike, size: IntLike, local: Tensor
+def _partition_of_one_run(
+    metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor
 ) -> Partition:
-    dim, kind, mesh_dims, inner, scale, sizes, _ = parts_of
+    dim, kind, mesh_dims, inner, scale, sizes, _ = description
     parts = [metadata.mesh.shape[m] for m in mesh_dims]
     if kind == "fixed":
         return Partition.of_sizes(mesh_dims, parts, sizes, "fixed")
@@ -231,7 +231,7 @@ def _partition_of_one_segment(
         shard = local.shape[dim]
         if partition.shards is not None and type(shard) is int:
             return partition
-        # Also of a known size: with known sizes every rank would have a graph of its own.
+        # Also for a static global size: with static shard sizes the graphs of the ranks would differ.
         partition = replace(partition, shard=shard, shards=None)
         note_partition(partition, metadata.mesh)
         return partition
@@ -244,17 +244,17 @@ def _partition_of_one_segment(
 
 
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
-    """A hash for the compiler's caches: shapes, strides and metadata, the same in every process."""
+    """Returns a hash of shapes, strides and metadata for the compiler's caches, the same in every process."""
     shapes = [(str(tuple(t.shape)), str(t.stride()), str(t.device)) for t in tensors]
     text = repr((metadata.stable_text(), shapes, requires_grad))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def size_hints(layout: Layout) -> dict[int, int]:
-    """By sharded dim, the global size that compilers take decisions with: at least 2.
+    """Returns for each sharded dim the hint of the global size, with which compilers take decisions: at least 2.
 
-    A global size of 0 or 1 is static: it may be there to be broadcast, or to be skipped by a join, strides are
-    ambiguous for it, and all ranks see it alike.
+    A global size of 0 or 1 is static: such a dim may be broadcast, or skipped by a concatenation, its strides are
+    ambiguous, and it is rank-invariant.
     """
     return {
         d: max(compat.size_hint(layout.shape[d]), 2)
@@ -264,11 +264,11 @@ def size_hints(layout: Layout) -> dict[int, int]:
 
 
 def shard_hints(layout: Layout) -> dict[int, int]:
-    """By sharded dim, the shard size that compilers take decisions with: the same on every rank, and at least 2.
+    """Returns for each sharded dim the hint of the shard size: rank-invariant, and at least 2.
 
-    With its own size as the hint a rank with an empty shard would compile other code than the others. So would it where
-    the size is 1, and static: one rank has the row, the others have none. Where it is 0 all have none. Rows of which
-    each became several elements stay whole.
+    With its actual size as the hint, a rank with an empty shard would compile other code than the other ranks. This
+    includes a global size of 1, which is static: one rank has the row, the others have none. With a global size of 0
+    all shards are empty, and no hint is needed. The hint is a multiple of the partition's scale.
     """
     return {
         d: max(-(-compat.size_hint(layout.shape[d]) // (c.scale * math.prod(c.parts))), 2) * c.scale  # type: ignore[misc]
@@ -278,60 +278,63 @@ def shard_hints(layout: Layout) -> dict[int, int]:
 
 
 def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
-    """The shard, with strides that mean nothing set to those that a shard of more rows would have.
+    """Returns the local shard with its meaningless strides set to those that a larger shard would have.
 
-    They mean nothing where an size is 1, and where there are no elements; ops leave any number there. A graph that
-    was traced for a shard with rows expects strides to be products of sizes, zeros of sharded dims included. Otherwise
-    it would be compiled again for this shard, on this rank alone. A dim that is not sharded and has no elements counts
-    as one element, as torch has it.
+    The stride of a dim of size 1, and every stride of a tensor without elements, is meaningless, and ops leave
+    arbitrary values there. A graph that was traced for a larger shard expects each stride to be the product of the
+    sizes of the faster dims, including sharded sizes of 0; otherwise it would be recompiled for this shard, on this
+    rank alone. A dim of size 0 that is not sharded counts as one of size 1, as in torch.
 
     Args:
-        local: the shard, stored in the order that the spec states.
-        spec: of the global tensor.
+        local: the local shard, with the order of dims that the spec states.
+        spec: the spec of the global tensor.
     """
     if all(n > 1 for n in local.shape):
         return local
     strides, empty = list(local.stride()), local.numel() == 0
-    step, global_step, whole = 1, 1, True
+    step, global_step, no_faster_sharded_dim = 1, 1, True
     for d in reversed(order_of(spec.stride)):
-        stated: Any = spec.stride[d]
+        global_stride: Any = spec.stride[d]
         if empty or local.shape[d] == 1:
-            if whole:  # nothing that is faster is sharded
-                strides[d] = stated
-            elif stated == global_step:
+            if no_faster_sharded_dim:
+                strides[d] = global_stride
+            elif global_stride == global_step:
                 strides[d] = step
-        partition = spec.layout.partitions[d] is not None
+        is_sharded = spec.layout.partitions[d] is not None
         step, global_step = (
-            strides[d] * (local.shape[d] if partition else max(local.shape[d], 1)),
-            stated * max(spec.shape[d], 1),
+            strides[d] * (local.shape[d] if is_sharded else max(local.shape[d], 1)),
+            global_stride * max(spec.shape[d], 1),
         )
-        whole = whole and not partition
+        no_faster_sharded_dim = no_faster_sharded_dim and not is_sharded
     return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
 
 
 def gaps_along_partitions(spec: Spec) -> list[tuple[int, int | None]] | None:
-    """Where a tensor that is a slice along a sharded dim leaves memory unused, which on each rank is another amount.
+    """Returns where the memory of a tensor has gaps, if one follows a sharded dim, as in a slice along a sharded dim.
+
+    The local size of such a gap differs between ranks.
 
     Args:
-        spec: of the global tensor, outside of a trace.
+        spec: the spec of the global tensor, outside of a trace.
 
     Returns:
-        Dims from the fastest on, with the gap in front of the next one in elements where there is one; None if there is
-        none behind a sharded dim.
+        The dims from the fastest on, each with the gap before it in elements, or None where there is no gap. None if no
+        gap follows a sharded dim.
     """
-    found: list[tuple[int, int | None]] = []
-    step, partition, gaps = 1, False, False
+    dims: list[tuple[int, int | None]] = []
+    step, after_sharded_dim, has_gaps = 1, False, False
     for d in reversed(order_of(spec.stride)):
         stride: Any = spec.stride[d]
-        gap = stride - step if found and stride not in (0, step) else None
-        found.append((d, gap))
-        gaps = gaps or (partition and gap is not None)
-        step, partition = stride * spec.shape[d], partition or spec.layout.partitions[d] is not None
-    return found if gaps else None
+        gap = stride - step if dims and stride not in (0, step) else None
+        dims.append((d, gap))
+        has_gaps = has_gaps or (after_sharded_dim and gap is not None)
+        step = stride * spec.shape[d]
+        after_sharded_dim = after_sharded_dim or spec.layout.partitions[d] is not None
+    return dims if has_gaps else None
 
 
 def with_shard_symbols(spec: Spec, local: Tensor) -> Spec:
-    """Inside a trace: the spec whose chunk partitions know the symbol of this rank's local shard."""
+    """Returns the spec, while tracing, with the symbol of the local shard size in its chunked partitions."""
     layout = spec.layout
     if not any(_lacks_symbol(c) for c in layout.partitions):
         return spec

@@ -1,4 +1,4 @@
-"""What is said where a plain tensor meets a sharded one: nothing, a warning, or an error, as in PhysicsNeMo."""
+"""The promotion mode: silence, a warning or an error where an op mixes plain and sharded tensors, as in PhysicsNeMo."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardcompile.sharded import Sharded
 
 
 class TensorPromotionMode(enum.Enum):
-    """What happens where a plain tensor meets a sharded one in a function of torch.
+    """What happens where a torch function takes a plain tensor and a sharded one.
 
-    It counts as the same value on every rank, in all modes. Tensors without dims, and what compiled functions do, are
-    not told of.
+    In all modes the plain tensor counts as the same value on every rank. Tensors without dims, and compiled functions,
+    are not reported.
     """
 
     DISABLED = "disabled"
-    """An error says which function."""
+    """An error names the function."""
     WARN = "warn"
-    """A warning says which function."""
+    """A warning names the function."""
     SILENT = "silent"
-    """Nothing is said: the default."""
+    """No message: the default."""
 
 
 class Promotion:
@@ -37,18 +37,18 @@ class Promotion:
 
 
 def get_promotion_mode() -> TensorPromotionMode:
-    """The mode, see `TensorPromotionMode`."""
+    """Returns the mode, see `TensorPromotionMode`."""
     return Promotion.mode
 
 
 def set_promotion_mode(mode: TensorPromotionMode | str) -> None:
-    """Sets the mode; by its name or as a member."""
+    """Sets the mode, given as a member or by its value."""
     Promotion.mode = TensorPromotionMode(mode)
 
 
 @contextlib.contextmanager
 def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
-    """Sets the mode for as long as a context lasts."""
+    """Sets the mode within a context."""
     before = Promotion.mode
     set_promotion_mode(mode)
     try:
@@ -57,11 +57,11 @@ def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
         Promotion.mode = before
 
 
-def tell_of_plain(func: Callable[..., object], args: object) -> None:
-    """Warns of plain tensors among the arguments of a function, or raises, as the mode says.
+def report_plain_tensors(func: Callable[..., object], args: object) -> None:
+    """Warns of plain tensors among the arguments of a function, or raises an error, depending on the mode.
 
     Raises:
-        UnsupportedOpError: there is one, and the mode is DISABLED.
+        UnsupportedOpError: there is a plain tensor, and the mode is DISABLED.
     """
     tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
     plain = [x for x in tensors if x.ndim and not isinstance(x, (Sharded, DTensor))]

@@ -1,7 +1,7 @@
-"""Functions of torch that draw a plain tensor for a sharded one: they draw a sharded one here.
+"""Torch functions that draw a plain random tensor for a sharded argument: here they draw a sharded one.
 
-A plain tensor is drawn by the default generator of each rank, as it is. What is drawn here follows the contract of
-random ops: ranks that hold the same part draw the same, whatever the state of their generators.
+A plain tensor would be drawn by the default generator of each rank, whatever its state. A sharded one follows the
+contract of random ops: ranks that hold the same shard draw the same values, whatever the state of their generators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ nnf: Any = torch.nn.functional
 
 
 def _new(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`Tensor.new` of a shape, which distributions fill with noise."""
+    """Implements `Tensor.new` of a shape, which `torch.distributions` fills with noise."""
     shape = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
     if kwargs or not all(isinstance(n, (int, torch.SymInt)) for n in shape):
         return func(x, *args, **kwargs)
@@ -24,7 +24,7 @@ def _new(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> T
 
 
 def _fractional_max_pool(spatial: int) -> Callable[..., object]:
-    """Returns `fractional_max_pool2d` or `fractional_max_pool3d`, with samples that are laid out as the batch is.
+    """Implements `fractional_max_pool2d` and `fractional_max_pool3d`, with random samples sharded as the batch.
 
     Args:
         spatial: number of spatial dims.
@@ -41,9 +41,9 @@ def _fractional_max_pool(spatial: int) -> Callable[..., object]:
     ) -> object:
         if _random_samples is None and x.ndim > spatial:
             batched = x.detach() if x.ndim == spatial + 2 else x.detach().unsqueeze(0)
-            # Only the layout of the sums counts: sharded as samples and channels are.
-            of_channels = batched.sum(list(range(2, batched.ndim)))
-            _random_samples = torch.rand_like(of_channels.unsqueeze(-1).expand(-1, -1, spatial))
+            # Only the layout of the sums is used: they are sharded as the batch and channels are.
+            sums = batched.sum(list(range(2, batched.ndim)))
+            _random_samples = torch.rand_like(sums.unsqueeze(-1).expand(-1, -1, spatial))
         return func(x, kernel_size, output_size, output_ratio, return_indices, _random_samples)
 
     return run
@@ -56,4 +56,4 @@ FUNCTIONS: dict[object, Callable[..., object]] = {
     nnf.fractional_max_pool3d: _fractional_max_pool(3),
     nnf.fractional_max_pool3d_with_indices: _fractional_max_pool(3),
 }
-"""By function of torch, what takes its place."""
+"""Implementations by torch function."""

@@ -1,4 +1,4 @@
-"""Packed sequences. Torch reads how long they are from memory, so that the lengths of a batch are plain tensors."""
+"""Packed sequences and recurrent layers. Torch reads the sequence lengths from memory, so they become plain tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _plain(x: Tensor) -> Tensor:
 def _pack(
     func: Callable[..., tuple[Tensor, Tensor]], x: Tensor, lengths: Tensor, batch_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """`_pack_padded_sequence`: the elements of `x` that torch packs, found by packing their indices."""
+    """Implements `_pack_padded_sequence`: packs the indices of the elements, and gathers `x` by them."""
     if x.ndim < 2 or x.numel() == 0:
         return func(_plain(x), _plain(lengths), batch_first)
     indices = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[0], x.shape[1], 1)
@@ -33,17 +33,17 @@ def _unpack(
     value: float,
     total_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """`_pad_packed_sequence`: the elements of `data` where torch puts them, found by padding their indices."""
+    """Implements `_pad_packed_sequence`: pads the indices of the elements, and gathers `data` by them."""
     indices = torch.arange(data.shape[0], device=data.device).unsqueeze(1)
-    places, lengths = func(indices, _plain(batch_sizes), batch_first, -1, total_length)
-    places = places.squeeze(2)
-    padded = data.index_select(0, places.flatten().clamp(min=0)).unflatten(0, places.shape)
-    is_padding = (places < 0).view(places.shape + (1,) * (padded.ndim - 2))
+    padded_indices, lengths = func(indices, _plain(batch_sizes), batch_first, -1, total_length)
+    padded_indices = padded_indices.squeeze(2)
+    padded = data.index_select(0, padded_indices.flatten().clamp(min=0)).unflatten(0, padded_indices.shape)
+    is_padding = (padded_indices < 0).view(padded_indices.shape + (1,) * (padded.ndim - 2))
     return padded.masked_fill(is_padding, value), lengths
 
 
 def _run(func: Callable[..., object], x: Tensor, second: object, *args: object) -> object:
-    """A recurrent layer; the second argument of one on a packed sequence is how many elements each step has."""
+    """Runs a recurrent layer; for a packed sequence the second argument is the batch size of each step."""
     if isinstance(second, Tensor) and not second.dtype.is_floating_point:
         second = _plain(second)
     return func(x, second, *args)
@@ -54,4 +54,4 @@ RECURRENT_FUNCTIONS: dict[object, Callable[..., object]] = {
     torch._pad_packed_sequence: _unpack,
     **dict.fromkeys([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu], _run),
 }
-"""What Python functions of torch do with packed sequences."""
+"""Implementations of the torch functions for packed sequences."""

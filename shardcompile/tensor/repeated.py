@@ -1,8 +1,7 @@
-"""Plain tensors that repeat a small one: rows of a table that plain numbers look up, a row or bias that a batch shares.
+"""Promotion of plain tensors that repeat a smaller one: rows gathered from a table, or a bias expanded over a batch.
 
-Their gradient comes sharded. In place of being gathered for autograd's nodes of plain tensors it goes through them as
-it
-is: they add it up into the small tensor's gradient, of which the sums are reduced.
+The gradient of the repeated tensor arrives sharded. Instead of being gathered it passes through the autograd nodes of
+the plain tensors as a sharded tensor: these sum it into the gradient of the small tensor, which is then reduced.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ from shardcompile.tensor.autograd import Promote, ToLocal, redistributed
 
 
 def promote(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
-    """A plain tensor with a gradient as a replicated one, differentiably.
+    """Promotes a plain tensor that requires a gradient to a replicated one, differentiably.
 
-    A partition gradient is passed on in compiled functions alone: nobody else holds what comes up in between, and
-    could ask for its gradient, or have a hook see it.
+    A sharded gradient is passed through plain nodes in compiled functions only: there nobody else holds the
+    intermediate tensors, whose gradients or hooks would see it.
     """
-    found = compat.last_repetition(x) if compat.is_compiling() else None
-    if found is None:
+    repetition = compat.last_repetition(x) if compat.is_compiling() else None
+    if repetition is None:
         return Promote.apply(x, cls, mesh, True)  # type: ignore[no-any-return]
-    node, small = found
-    passes = 2 * small <= math.prod(map(compat.size_hint, x.shape))  # a reduction moves each element twice
-    if passes:
-        node.register_hook(_completed)
-    return Promote.apply(x, cls, mesh, not passes)  # type: ignore[no-any-return]
+    node, small_numel = repetition
+    # An all-reduce of the small gradient moves each element twice.
+    stays_sharded = 2 * small_numel <= math.prod(map(compat.size_hint, x.shape))
+    if stays_sharded:
+        node.register_hook(_complete_gradients)
+    return Promote.apply(x, cls, mesh, not stays_sharded)  # type: ignore[no-any-return]
 
 
-def _completed(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
-    """The gradients that a node of plain tensors hands out: whole, and plain."""
-    return tuple(_whole(g) if isinstance(g, Sharded) else g for g in gradients)
+def _complete_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    """Makes the gradients that an autograd node returns complete and plain."""
+    return tuple(_complete(g) if isinstance(g, Sharded) else g for g in gradients)
 
 
-def _whole(grad: Sharded) -> Tensor:
+def _complete(grad: Sharded) -> Tensor:
     return ToLocal.apply(redistributed(grad, grad._spec.layout.replicated()), None)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Functions of a plain sparse tensor, the same on every rank, and sharded dense ones.
+"""Torch functions of plain sparse tensors, which are the same on every rank, and sharded dense tensors.
 
 A product keeps the dims of the dense operand sharded that are not summed over. Everything else runs on full tensors.
 """
@@ -33,12 +33,12 @@ _LOGGED: set[str] = set()
 
 
 def is_sparse(a: object) -> bool:
-    """Whether an argument is a plain tensor that is not stored densely, or a nested one."""
+    """Returns whether an argument is a plain sparse or nested tensor."""
     return isinstance(a, Tensor) and not isinstance(a, Sharded) and (a.layout is not torch.strided or a.is_nested)
 
 
 def any_sparse(func: Callable[..., object], args: Iterable[object]) -> bool:
-    """Whether a function gets a sparse tensor as a value."""
+    """Returns whether a function takes a sparse tensor as a value."""
     return func not in TAKES_LEAVES and func.__name__ not in _PROPERTIES and any(map(is_sparse, _leaves(args)))
 
 
@@ -53,11 +53,11 @@ def _leaves(args: Iterable[object]) -> Iterable[object]:
 def with_sparse_operands(
     cls: type[Sharded], func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> object:
-    """A function whose arguments hold plain sparse and sharded tensors.
+    """Runs a function whose arguments contain plain sparse and sharded tensors.
 
     Args:
         cls: the class of sharded tensors.
-        func: as `__torch_function__` gets it.
+        func: the function, as `__torch_function__` receives it.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
@@ -69,7 +69,7 @@ def with_sparse_operands(
     if name == "__rmatmul__":
         func, args, name = torch.matmul, (args[1], args[0]), "matmul"
     if any(isinstance(a, Tensor) and a.is_nested for a in args):
-        pass  # no rule is for these
+        pass  # nested tensors always run on full tensors
     elif name in _PRODUCTS and not kwargs and len(args) == 2:
         out = _product(cls, func, *args)
     elif name in _SUMS and len(args) == 3 and set(kwargs) <= {"alpha", "beta"}:
@@ -80,24 +80,24 @@ def with_sparse_operands(
 
 
 def _product(cls: type[Sharded], func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """A product of which one operand is sparse: each rank multiplies its local shard of the other one."""
+    """Multiplies a sparse and a dense operand: each rank multiplies its local shard of the dense one."""
     sparse, dense = (a, b) if is_sparse(a) else (b, a)
     if not isinstance(dense, Sharded):
         return NotImplemented
     layout = dense._spec.layout.reduced()
     summed = dense.ndim - 1 if sparse is b or dense.ndim == 1 else dense.ndim - 2
-    # Several sparse matrices are whole on every rank, and so are those that they are multiplied with.
-    gone = {summed, *(range(dense.ndim - 2) if sparse.ndim > 2 else ())}
-    partitions = [None if d in gone else c for d, c in enumerate(layout.partitions)]
+    # Sparse batches are replicated, so the batch dims of the dense operand have to be, too.
+    gathered = {summed, *(range(dense.ndim - 2) if sparse.ndim > 2 else ())}
+    partitions = [None if d in gathered else c for d, c in enumerate(layout.partitions)]
     needed = Layout.of_partitions(layout.mesh, layout.shape, layout.dtype, partitions)
     if any(c is not layout.partitions[d] for d, c in enumerate(partitions)):
-        _say_gathered(func, (a, b), f"dim {summed} of the dense one is summed over")
+        _report_gather(func, (a, b), f"dim {summed} of the dense one is summed over")
     local = ToLocal.apply(redistributed(dense, needed), None)
     if sparse.requires_grad and torch.is_grad_enabled():
-        terms = [m for m, p in enumerate(needed.placements) if isinstance(p, Shard)]
-        sparse = CompleteGradient.apply(sparse, layout.mesh, terms)
+        sharding_dims = [m for m, p in enumerate(needed.placements) if isinstance(p, Shard)]
+        sparse = CompleteGradient.apply(sparse, layout.mesh, sharding_dims)
     empty = [d for d, n in enumerate(local.shape) if n == 0 and partitions[d] is not None]
-    for d in empty:  # kernels of sparse tensors need a column
+    for d in empty:  # sparse kernels need at least one column
         local = torch.cat([local, local.new_zeros([1 if e == d else n for e, n in enumerate(local.shape)])], d)
     out = func(sparse, local) if is_sparse(a) else func(local, sparse)
     for d in empty:
@@ -108,14 +108,14 @@ def _product(cls: type[Sharded], func: Callable[..., Tensor], a: Tensor, b: Tens
 
 
 def _sum(name: str, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """A tensor and a product, each with a factor."""
+    """Computes ``beta * x + alpha * (a @ b)`` with a sparse `a` or `b`."""
     if is_sparse(x) or not (is_sparse(a) or is_sparse(b)):
         return NotImplemented
     multiply: Callable[..., Tensor] = torch.sparse.mm if name == "_sparse_addmm" else torch.matmul
     product = multiply(a, b)
     if alpha != 1:
         product = product * alpha
-    if beta == 0:  # what is not finite counts for nothing either
+    if beta == 0:  # `x` is ignored even where it is not finite
         return product + x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     return product + (x if beta == 1 else x * beta)
 
@@ -123,10 +123,10 @@ def _sum(name: str, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: 
 def _on_full(
     cls: type[Sharded], func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> object:
-    """A function on full tensors. What is dense of its results is replicated."""
-    given = [*_leaves(args), *_leaves(kwargs.values())]
-    sharded = [x for x in given if isinstance(x, Sharded)]
-    mesh, text = sharded[0]._spec.layout.mesh, _describe(func, given)
+    """Runs a function on full tensors. Its dense results become replicated tensors."""
+    leaves = [*_leaves(args), *_leaves(kwargs.values())]
+    sharded = [x for x in leaves if isinstance(x, Sharded)]
+    mesh, text = sharded[0]._spec.layout.mesh, _describe(func, leaves)
     if isinstance(kwargs.get("out"), Tensor):
         raise UnsupportedOpError(f"{text} with out=; leave it out, and copy the result")
     target: Any = None
@@ -138,7 +138,7 @@ def _on_full(
                 f"{text} writes to a sharded tensor; write a dense one, such as to_dense() of the sparse one"
             )
     assert run is not None, "there is a function to run"
-    _say_gathered(func, given, "it has no rule for sparse and nested tensors")
+    _report_gather(func, leaves, "it has no rule for sparse and nested tensors")
     full = torch.utils._pytree.tree_map_only(Sharded, lambda x: x.full_tensor(), (tuple(args), dict(kwargs)))
 
     def wrapped(out: object) -> object:
@@ -146,7 +146,7 @@ def _on_full(
             return type(out)(map(wrapped, out))
         if is_sparse(out):
             raise UnsupportedOpError(
-                f"{text} gives a {kind_of(out)} tensor, and shards are dense. Take x.full_tensor() of the sharded "  # type: ignore[arg-type]
+                f"{text} returns a {kind_of(out)} tensor, and shards are dense. Take x.full_tensor() of the sharded "  # type: ignore[arg-type]
                 "operands first: then the result is a plain tensor of that kind, the same on every rank"
             )
         return Promote.apply(out, cls, mesh) if isinstance(out, Tensor) else out
@@ -156,18 +156,18 @@ def _on_full(
 
 
 class CompleteGradient(torch.autograd.Function):
-    """A plain sparse tensor whose gradient is a term on each rank: the terms are added up."""
+    """Returns a plain sparse tensor unchanged, and all-reduces its gradient, of which each rank computes one term."""
 
     @staticmethod
     def forward(ctx: Any, sparse: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Tensor:
-        """The tensor itself."""
+        """Returns the tensor."""
         ctx.groups = [mesh.get_group(m) for m in mesh_dims]
         return sparse.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Add the terms up; their elements are in the same places on every rank, those of the tensor."""
+        """All-reduces the values of the gradient; their indices are those of the tensor, the same on every rank."""
         if grad.layout is torch.sparse_coo:
             grad = grad.coalesce()
         values = grad if grad.layout is torch.strided else grad.values()
@@ -177,14 +177,14 @@ class CompleteGradient(torch.autograd.Function):
 
 
 def _with_values(x: Tensor, values: Tensor) -> Tensor:
-    """A tensor of the same layout with other values in the same places."""
+    """Returns a sparse tensor with the indices of `x` and other values."""
     if x.layout is torch.strided:
         return values
     if x.layout is torch.sparse_coo:
         return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
     by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
-    places = (x.crow_indices(), x.col_indices()) if by_rows else (x.ccol_indices(), x.row_indices())
-    return torch.sparse_compressed_tensor(*places, values, x.shape, layout=x.layout, check_invariants=False)
+    indices = (x.crow_indices(), x.col_indices()) if by_rows else (x.ccol_indices(), x.row_indices())
+    return torch.sparse_compressed_tensor(*indices, values, x.shape, layout=x.layout, check_invariants=False)
 
 
 def _describe(func: Callable[..., object], given: Sequence[object]) -> str:
@@ -194,8 +194,8 @@ def _describe(func: Callable[..., object], given: Sequence[object]) -> str:
     return f"{func.__name__} of {'; '.join(operands)}"
 
 
-def _say_gathered(func: Callable[..., object], given: Sequence[object], why: str) -> None:
-    """Tell, once for each function, that sharded operands are gathered; refuse where that is an error.
+def _report_gather(func: Callable[..., object], given: Sequence[object], why: str) -> None:
+    """Logs, once for each function, that sharded operands are gathered; raises an error if the fallback is forbidden.
 
     Raises:
         UnsupportedOpError: `config.fallback` is "error".

@@ -1,4 +1,4 @@
-"""What the compiler asks of a sharded tensor: how it is taken apart and made again, and which of its sizes vary."""
+"""The compiler's view of a sharded tensor: the traceable wrapper subclass protocol, and which sizes are dynamic."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ from shardcompile.tensor.metadata import (
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _refuse_pointer = compat.refuse_pointer
 _T = TypeVar("_T", bound="Traced")
-_UNMARKED = AttributeError("no dim of this tensor may vary")
+_UNMARKED = AttributeError("no dim of this tensor is dynamic")
 
 
-class _Shard:
-    """This rank's shard: an attribute that is set on construction, but for the cases that are found here on use."""
+class _LocalShard:
+    """The descriptor of `_local_tensor`, for shards that are not set on construction.
+
+    These are copied views, which are brought up to date, and shards whose collective is in flight, which is waited for.
+    """
 
     def __get__(self, x: Sharded | None, owner: type | None = None) -> object:
         if x is None:
@@ -53,16 +56,16 @@ class _Shard:
 
 
 class Traced(Sharded):
-    """A sharded tensor as autograd, Dynamo and AOTAutograd know it."""
+    """A sharded tensor with the protocols of autograd, Dynamo and AOTAutograd."""
 
-    # Defaults on the class: an eager op sets only what it has to.
+    # Defaults are on the class, so that an eager op does not pay for setting them.
     _keys: Tensor | None = None
     _flat: tuple[list[str], Metadata] | None = None
     _flat_as_static: bool = False
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
     _marked: set[int] | None = None
-    _beside_parameter: bool = False
+    _belongs_to_parameter: bool = False
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> Self:
@@ -76,7 +79,7 @@ class Traced(Sharded):
         return self
 
     def _carry_keys(self) -> None:
-        """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        """Creates the inner tensor that carries the keys; while tracing that happens along with the result."""
         compat.note_trace()
         compat.keep_first_proxies()
         self._spec = with_shard_symbols(self._spec, self._local_tensor)
@@ -86,7 +89,7 @@ class Traced(Sharded):
             self._keys = keys_tensor(layout, metadata, self._local_tensor)
 
     def _stand_in(self) -> Self:
-        """Another wrapper of the same shard."""
+        """Returns another wrapper of the same local shard."""
         other = self._wrap(self._local_tensor, self._spec)
         if self._copied is not None:
             del other.__dict__["_local_tensor"]
@@ -94,7 +97,7 @@ class Traced(Sharded):
         return other
 
     def _turn_into(self, other: Self) -> None:
-        """Take over shard and layout; the sizes of the wrapper itself are set elsewhere."""
+        """Takes over the local shard and the spec of `other`; the caller sets the sizes of the wrapper."""
         self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
         if other._copied is not None:
             del self.__dict__["_local_tensor"]
@@ -105,81 +108,81 @@ class Traced(Sharded):
         layout = x._spec.layout.with_dtype(local.dtype)
         return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
 
-    _local_tensor: Any = _Shard()
+    _local_tensor: Any = _LocalShard()
 
     @property
     def _holds_values(self) -> bool:
-        """Whether this is no stand-in inside of a trace."""
+        """Whether the local shard is a real tensor, not a fake or functional one of a trace."""
         shard = self._local_tensor if self._copied is None else self._copied.shard
         return type(shard) in (Tensor, torch.nn.Parameter)
 
-    # What the compiler asks for
+    # The protocol of traceable wrapper subclasses
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         flat = self._flat
         if flat is None or self._flat_as_static is not self._is_static:
-            # Dynamo may come to an input as late as inside of a transform of torch.func.
+            # Dynamo may flatten an input for the first time inside of a torch.func transform.
             with compat.outside_transforms():
                 flat = self._flat = self._first_flattened()
         if type(self._copied) is CopiedView and self._holds_values and self._copied.is_stale:
-            return flat[0], self._stale(flat[1])
+            return flat[0], self._stale_metadata(flat[1])
         if compat.is_compiling():
             compat.keep_ranks_alike()
             if self._may_vary:
                 self._prepare_trace(flat[1])
         return flat
 
-    def _stale(self, metadata: Metadata) -> Metadata:
-        """For a copied view that is out of date: what no graph is for.
+    def _stale_metadata(self, metadata: Metadata) -> Metadata:
+        """Returns metadata that matches no graph, for a copied view that is out of date.
 
-        Dynamo asks in the midst of its guards, or of a compilation, where nothing may be sent.
+        Dynamo calls this while it evaluates guards or compiles, where communication is not allowed.
 
         Raises:
-            UnsupportedOpError: a compilation asks.
+            UnsupportedOpError: during compilation.
         """
         if compat.is_compiling():
             raise UnsupportedOpError(
-                f"{self._spec.layout.describe()} is given to a compiled function as a view that had to be copied, and "
-                "what it is a view of has been written to since. Take the view anew, or inside of the function"
+                f"{self._spec.layout.describe()} is passed to a compiled function as a view that had to be copied, and "
+                "its base has been written to since. Take the view again, or inside of the function"
             )
         return replace(metadata, epoch=-1)
 
     @property
     def _is_static(self) -> bool:
-        """Whether later calls see this very tensor, or one that is laid out like it.
+        """Whether sizes are static, since later calls see this very tensor, or one of the same layout.
 
-        So it is for parameters, as everywhere in torch, and therefore for what optimizers keep beside them and for
-        their gradients: where they meet in a compiled step all of them have to be known alike.
+        As everywhere in torch this holds for parameters, and therefore for the state of optimizers and for gradients:
+        in a compiled optimizer step all of them have to be static.
         """
-        return getattr(self, "_is_param", False) or self._beside_parameter or compat.has_guarded_address(self)
+        return getattr(self, "_is_param", False) or self._belongs_to_parameter or compat.has_guarded_address(self)
 
     @property
     def _layout_in_graphs(self) -> Layout:
-        """The layout as which this tensor is an input of a graph."""
+        """The layout that this tensor has as an input of a graph."""
         layout = self._spec.layout
         return of_input(layout) if self._holds_values and not self._is_static else layout
 
     def _first_flattened(self) -> tuple[list[str], Metadata]:
-        """The parts, and what is settled once for each tensor."""
-        # A tensor inside a trace does not vary.
-        plain = self._holds_values
-        is_copy = self._copied is not None and (plain or isinstance(self._copied, GivenCopy))
+        """Computes the result of `__tensor_flatten__`, and normalizes the local shard, once for each tensor."""
+        # A tensor inside of a trace has no dynamic dims to mark.
+        is_real = self._holds_values
+        is_copy = self._copied is not None and (is_real or isinstance(self._copied, GivenCopy))
         self._flat_as_static = self._is_static
         layout = self._layout_in_graphs
         metadata = metadata_of(layout, is_copy)
-        self._may_vary = plain and bool(metadata.partitions)
+        self._may_vary = is_real and bool(metadata.partitions)
         if self._may_vary and not is_copy:
             self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
-        if plain and 0 in self._spec.shape:
+        if is_real and 0 in self._spec.shape:
             compat.give_storage(self)
-        if plain and metadata.dynamic_dims and self._keys is None:
+        if is_real and metadata.dynamic_dims and self._keys is None:
             with compat.outside_transforms():
                 self._keys = keys_tensor(layout, metadata, self._local_tensor)
         return _inner_names(metadata), metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
-        """Have a trace that is starting treat sharded sizes, shards and keys as dynamic, or as static."""
-        compat.note_trace(guarded=True)  # by the metadata
+        """Marks sizes of the local shard and keys as dynamic, or as static, for a trace that is starting."""
+        compat.note_trace(guarded=True)  # the metadata guards on the epoch
         if self._is_static:
             compat.mark_static(self._local_tensor)
             if metadata.dynamic_dims:
@@ -192,7 +195,7 @@ class Traced(Sharded):
         )
         if metadata.dynamic_dims:
             keys = self._partition_keys
-            # Without hints: those are part of what the compiler's caches ask for.
+            # Keys have no hints: these would become part of the keys of the compiler's caches.
             compat.mark_weakly_dynamic(keys, dict.fromkeys(range(1, keys.ndim)))
 
     @property
@@ -201,26 +204,26 @@ class Traced(Sharded):
             layout = self._layout_in_graphs
             keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_sizes=self._holds_values)
             if self._holds_values:
-                return keys  # a graph of Dynamo's that runs as it is reads the sizes here that a run gives
+                return keys  # a graph of Dynamo that runs uncompiled reads the data-dependent sizes here
             self._keys = keys
         return self._keys
 
     @_partition_keys.setter
     def _partition_keys(self, keys: Tensor) -> None:
-        """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
+        """Set by AOTAutograd, which gives the inner tensors of a tangent the strides that it has traced."""
         self._keys = keys
 
     def _is_view(self) -> bool:
-        """Whether autograd has this as a view of another tensor; not what a compiled function gets.
+        """Returns whether autograd has this as a view of another tensor; False for an input of a compiled function.
 
-        Torch would make an input that is a view by viewing a stand-in of its base. Which views a shard can hold, and
-        what its base is, differs from rank to rank. A slice along a sharded dim is no view that memory could have. A
-        graph does not write to a copied view.
+        Torch would recreate an input that is a view from a fake tensor of its base. Which views a local shard can be,
+        and what its base is, differs between ranks. A slice along a sharded dim is not a view in memory. A graph does
+        not write to a copied view.
         """
-        given = self._holds_values and compat.is_compiling()
-        return not given and super()._is_view()
+        is_graph_input = self._holds_values and compat.is_compiling()
+        return not is_graph_input and super()._is_view()
 
-    # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
+    # Dynamo reads these on the outer tensor. They are properties, so that eager ops do not pay for setting them.
 
     @property
     def _dynamo_hint_overrides(self) -> dict[int, int]:
@@ -233,11 +236,11 @@ class Traced(Sharded):
 
     @_dynamo_hint_overrides.setter
     def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None:
-        """Dynamo copies these attributes between tensors; ours follow from the layout."""
+        """Ignored: Dynamo copies these attributes between tensors; here they follow from the layout."""
 
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        """Dims whose sizes may vary: those that are sharded, and what a user adds with `maybe_mark_dynamic`."""
+        """The dynamic dims: those that are sharded, and those that a user adds with `maybe_mark_dynamic`."""
         if self._marked is None or self._is_static:
             self._marked = set(self._dynamo_hint_overrides)
         return self._marked
@@ -263,7 +266,7 @@ class Traced(Sharded):
         local = inner["_local_tensor"]
         if type(local) is not Tensor:
             compat.keep_first_proxies()
-            # What AOTAutograd hands over for a gradient was computed in another pass.
+            # The sizes that AOTAutograd passes for a gradient were traced in another pass.
             shape, stride = compat.retrace(shape), compat.retrace(stride)
         keys = inner.get("_partition_keys")
         spec = spec_from_parts(metadata, local, keys, shape, stride)
@@ -298,8 +301,8 @@ class Traced(Sharded):
         self, metadata: Metadata, expected_type: type | None = None
     ) -> Tensor | None:
         if expected_type is Tensor:
-            # Of an input that a graph writes to. Torch (2.11 - 2.15) takes it that nothing reads what was written, and
-            # traces a plain gradient of zeros; if something does, the plain one has this value.
+            # The tangent of an input that a graph mutates. Torch (2.11 - 2.15) assumes that nothing reads the mutated
+            # value, and traces a plain gradient of zeros; if something does, the plain gradient has this value.
             return redistributed(self, self._spec.layout.replicated())._local_tensor
         if expected_type is not None and expected_type is not type(self):
             return None
@@ -308,8 +311,8 @@ class Traced(Sharded):
         if not is_stated_by(expected, metadata):
             raise RedistributeError(
                 f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
-                f"has placements {metadata.placements} and other shards; redistribute the gradient to the output's "
-                "layout"
+                f"has placements {metadata.placements} and another partition; redistribute the gradient to the "
+                "output's layout"
             )
         out = redistributed(self, layout)
         out = out._stand_in() if out is self else out

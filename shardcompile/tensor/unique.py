@@ -1,6 +1,6 @@
-"""Values that differ, along a sharded dim: the first rows of all runs of equal ones stay on their ranks.
+"""`unique` and `unique_consecutive` of a sharded tensor: the first element of each run of equal ones stays on its rank.
 
-Nobody knows before the run how many there are: like what a mask keeps, they are a partition whose sizes the run gives.
+The count of results is data-dependent: like the rows that a mask keeps, they form a dynamic partition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def unique(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> object:
-    """``torch.unique`` of all elements, always sorted: each rank has a part of the values, in their order."""
+    """Implements ``torch.unique`` of all elements, always sorted: each rank has a contiguous part of the values."""
     if not _serves(input, dim):
         return func(input, sorted=sorted, return_inverse=return_inverse, return_counts=return_counts, dim=dim)
     return one_or_all(_distinct(input, True, return_inverse, return_counts))
@@ -44,14 +44,14 @@ def unique_consecutive(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> object:
-    """``torch.unique_consecutive`` of all elements: the first of each run stays on its rank."""
+    """Implements ``torch.unique_consecutive`` of all elements: the first element of each run stays on its rank."""
     if not _serves(input, dim):
         return func(input, return_inverse=return_inverse, return_counts=return_counts, dim=dim)
     return one_or_all(_distinct(input, False, return_inverse, return_counts))
 
 
 def _serves(x: Tensor, dim: int | None) -> bool:
-    """Whether one mesh dim shards one dim of a tensor. A gradient is left to torch, which refuses it."""
+    """Returns whether one mesh dim shards one dim of a tensor, without a gradient, which torch refuses."""
     if dim is not None or not isinstance(x, Sharded) or not x.ndim or x.is_complex() or has_static_sizes(x):
         return False
     layout = x._spec.layout
@@ -63,40 +63,40 @@ def _serves(x: Tensor, dim: int | None) -> bool:
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
 def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any, ...]:
-    """Values, and if they are wanted the number of each element's value, and how often each value occurs."""
+    """Returns the distinct values, and on request the inverse indices and the counts, as ``torch.unique`` does."""
     flat = x.detach().reshape(-1)
-    if flat._spec.layout.is_replicated:  # a view that could not keep the partition
+    if flat._spec.layout.is_replicated:  # the view could not keep the partition
         op = aten._unique2 if by_order else aten.unique_consecutive
-        values, number, often = op(flat, *[True] * by_order, inverse, counts)
-        return values, *([number.view(x.shape)] if inverse else []), *([often] if counts else [])
+        values, inverse_indices, value_counts = op(flat, *[True] * by_order, inverse, counts)
+        return values, *([inverse_indices.view(x.shape)] if inverse else []), *([value_counts] if counts else [])
     with compat.unrecorded_symbols(x._local_tensor):
         rows, order = aten.sort.stable(flat, stable=True) if by_order else (in_one_piece(flat), None)
         layout = rows._spec.layout
-        before = aten.roll.default(rows, [1], [0])
+        previous = aten.roll.default(rows, [1], [0])
         start: Any = first_row(layout.partition_of(0), layout)
         shard = rows._local_tensor
-        heads = (positions(shard, start, 1, shard.shape[0]) == 0) | (shard != before._local_tensor)
-    kept = kept_rows(heads, layout)
+        is_first = (positions(shard, start, 1, shard.shape[0]) == 0) | (shard != previous._local_tensor)
+    kept = kept_rows(is_first, layout)
     with compat.unrecorded_symbols(x._local_tensor):
-        found = Layout.of_partitions(layout.mesh, [kept.size], layout.dtype, [kept.partition])
-        results: list[Tensor] = [wrapped(kept.taken(shard, 0), found)]
+        result_layout = Layout.of_partitions(layout.mesh, [kept.size], layout.dtype, [kept.partition])
+        results: list[Tensor] = [wrapped(kept.select(shard, 0), result_layout)]
         if inverse:
-            number = aten.cumsum.default(wrapped(heads, layout), 0) - 1
+            inverse_indices = aten.cumsum.default(wrapped(is_first, layout), 0) - 1
             if order is not None:
-                number = aten.index_put.default(torch.empty_like(order), [order], number)
-            results.append(number.view(x.shape))
+                inverse_indices = aten.index_put.default(torch.empty_like(order), [order], inverse_indices)
+            results.append(inverse_indices.view(x.shape))
         if counts:
-            results.append(_lengths(kept.indices + start, found, layout.shape[0]))
+            results.append(_run_lengths(kept.indices + start, result_layout, layout.shape[0]))
     return tuple(results)
 
 
-def _lengths(starts: Tensor, layout: Layout, end: IntLike) -> Tensor:
-    """How long each run is, from where it starts. One small collective tells where the runs of other ranks start."""
+def _run_lengths(starts: Tensor, layout: Layout, end: IntLike) -> Tensor:
+    """Computes the length of each run from its start. One small collective exchanges the first start of each rank."""
     (mesh_dim,) = layout.partition_of(0).mesh_dims
     total = starts.new_full([1], end)  # type: ignore[arg-type]
     first = torch.cat([starts, total]).amin().view(1)
-    others = gather_counts(first, compat.group_name_of(layout.mesh, mesh_dim)).view(-1).to(starts.device)
+    first_of_ranks = gather_counts(first, compat.group_name_of(layout.mesh, mesh_dim)).view(-1).to(starts.device)
     last = torch.cat([starts, total.new_full([1], -1)]).amax()
-    behind = torch.where(others > last, others, total).amin().view(1)
-    ends = torch.cat([starts, behind]).narrow(0, 1, starts.shape[0])
+    next_start = torch.where(first_of_ranks > last, first_of_ranks, total).amin().view(1)
+    ends = torch.cat([starts, next_start]).narrow(0, 1, starts.shape[0])
     return wrapped(ends - starts, layout)

@@ -338,21 +338,21 @@ def _gathered(here: Setting) -> Any:
 
 
 OTHER_SHARDS = (
-    "these ranks hold different blocks of it, and a DTensor would take each for the whole of a block of its own. The "
-    "styles of parallelize_module wrap their inputs so. Pass x.to_dtensor() where the partition is torch.chunk's (redistribute "
+    "these ranks hold different shards of it, and a DTensor would take each for a complete local tensor. The styles of "
+    "parallelize_module wrap their inputs so. Pass x.to_dtensor() where the partition is torch.chunk's (redistribute "
     "with sharding_shapes gives that), x.full_tensor() for Replicate(), or parallelize over another mesh dim than the "
-    "one that partitions x"
+    "one that shards x"
 )
-WHOLE = "it takes the whole tensor. Pass x.full_tensor(), or convert by x.to_dtensor()"
+WHOLE = "it takes the full tensor. Pass x.full_tensor(), or convert by x.to_dtensor()"
 TWO_MESHES = "bring them to one mesh first (full_tensor() and distribute_tensor())"
 OTHER_ORDER = (
-    "its blocks lie in another order than that of the mesh dims, as those of parameters do that FSDP2 partitions once more "
-    "after tensor parallelism. First x.redistribute(placements=[Replicate(), Shard(dim=0)])"
+    "its shards are in another order than that of the mesh dims, as for parameters that FSDP2 shards after tensor "
+    "parallelism. First x.redistribute(placements=[Replicate(), Shard(dim=0)])"
 )
 IN_SHARDS = (
-    "it would shard, bucket or average this rank's local shard as if that were the whole parameter. Parameters sharded get "
+    "it would shard, bucket or average this rank's local shard as if that were the full parameter. Sharded parameters get "
     "complete gradients without a wrapper; exclude them from it (ignored_params of fully_shard, ignored_states of FSDP, "
-    "modules outside of the one that DDP wraps), or leave them plain and let the wrapper sharded them"
+    "modules outside of the one that DDP wraps), or leave them plain and let the wrapper shard them"
 )
 SENT = (
     "it would send each rank's local shard as if that were the whole tensor. x.full_tensor() is all of it, on every rank; "

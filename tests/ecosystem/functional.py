@@ -341,11 +341,11 @@ def _scripted(here: Setting) -> Any:
 
 
 TRACED = (
-    "it would take blocks for constants of the graph. torch.compile captures sharded tensors as one graph; a graph that "
+    "it would take shards for constants of the graph. torch.compile captures sharded tensors in one graph; a graph that "
     "torch.export has made of plain tensors runs on sharded ones"
 )
 NO_LAYOUT = "torch traces its function on tensors that have no layout. "
-IN_SHARDS = "; or run it on local shards by shardcompile.local_map"
+IN_SHARDS = "; or run it on local shards with shardcompile.local_map"
 COND = (
     NO_LAYOUT
     + (
@@ -358,12 +358,12 @@ WHILE = NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_SHAR
 SCAN = (
     NO_LAYOUT
     + (
-        "A Python loop along a whole dim is unrolled; cumsum and the other cumulative ops work along any dim, "
-        "torch._higher_order_ops.associative_scan along whole ones"
+        "A Python loop along a dim that is not sharded is unrolled; cumsum and the other cumulative ops work along any "
+        "dim, torch._higher_order_ops.associative_scan along dims that are not sharded"
     )
     + IN_SHARDS
 )
-MAP = NO_LAYOUT + "torch.vmap, or a Python loop along a whole dim, does the same" + IN_SHARDS
+MAP = NO_LAYOUT + "torch.vmap, or a Python loop along a dim that is not sharded, does the same" + IN_SHARDS
 SECTION = "`torch.func` and derivatives in a loss"
 HIGHER = "Higher-order ops"
 EXPORT = "Graphs beside `torch.compile`"

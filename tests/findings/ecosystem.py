@@ -130,7 +130,7 @@ def _(mesh: DeviceMesh) -> None:
     assert done.stdout.split()[-1:] == ["10"], done
 
 
-@line("E3", "`from_dtensor` of `_StridedShard`", "its shards lie in another order than that of the mesh dims", ranks=4)
+@line("E3", "`from_dtensor` of `_StridedShard`", "its shards are in another order than that of the mesh dims", ranks=4)
 def _(mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -59,7 +59,7 @@ def _(mesh: DeviceMesh) -> None:
     same(torch.tensor(float(trainer.callback_metrics["loss"])), model.losses[-1].full_tensor().float())
 
 
-@line("B3", "`fully_shard` over parameters sharded", "Parameters sharded get complete gradients without a wrapper")
+@line("B3", "`fully_shard` over parameters sharded", "Sharded parameters get complete gradients without a wrapper")
 def _(mesh: DeviceMesh) -> None:
     model = nn.Linear(3, 4, bias=False)
     model.weight = nn.Parameter(partition(numbers(4, 3), mesh, [3, 1]))

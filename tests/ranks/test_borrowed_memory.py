@@ -66,7 +66,7 @@ def _routed() -> None:
     ranks = torch.arange(7) % world_size()
     to = sc.distribute_tensor(ranks, mesh(), [Shard(0)], sharding_shapes={0: SIZES})
     rows, numbers, route = sc.route_rows(_partition(), to, _partition())
-    _backward(route.back(rows * numbers))
+    _backward(route.combine(rows * numbers))
 
 
 def _in_buckets() -> None:

@@ -322,9 +322,11 @@ def test_the_shard_of_another_rank_is_refused(tmp_path: Path) -> None:
     torch.save({"x": x, "copies": x.redistribute(placements=[Replicate()])}, f"{folder[0]}/{rank()}.pt")
     dist.barrier()
     assert torch.equal(torch.load(f"{folder[0]}/{rank()}.pt")["x"].to_local(), x.to_local())
-    with pytest.raises(Exception, match=f"the shard that rank {1 - rank()} had of .* and this is rank {rank()}"):
+    with pytest.raises(
+        Exception, match=f"the local shard of .* on rank {1 - rank()}, and it is loaded on rank {rank()}"
+    ):
         torch.load(f"{folder[0]}/{1 - rank()}.pt", weights_only=False)
-    with pytest.raises(Exception, match="the shard that rank 0 had" if rank() else "the shard that rank 1 had"):
+    with pytest.raises(Exception, match="on rank 0, and it is loaded" if rank() else "on rank 1, and it is loaded"):
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, x)
     assert copy.deepcopy(x).sharding == x.sharding

@@ -738,7 +738,7 @@ def test_sizes_that_do_not_match():
     refused_alike("does not fit|but f32", build({0: [3, 5]}, run_check=True))  # rank 1 alone is wrong
     refused_alike("needs 2 shard sizes, got 3", build({0: [3, 4, 0]}))
     refused_alike("must not be negative", build({0: [-3, 4]}))
-    refused_alike("says nothing of mesh dim 0, which shards tensor dim 0", build({}))
+    refused_alike("has no entry for mesh dim 0, which shards tensor dim 0", build({}))
     refused_alike("names mesh dim 1, which shards nothing", build({0: [3, 4], 1: [3, 4]}))
     refused_alike("names mesh dim 0, which shards nothing", build({0: [3, 4]}, [R]))
     refused_alike(r"global_shape is \(8, 2\), but the shards add up to \(7, 2\)", build("infer", global_shape=(8, 2)))
@@ -920,7 +920,7 @@ def test_process_groups_are_freed_when_they_are_destroyed() -> None:
 
 
 NONSENSE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "half a row": (lambda mesh: from_ones(mesh, [1.5, 0.5]), "a whole number, or the shape of the shard; got 1.5"),
+    "half a row": (lambda mesh: from_ones(mesh, [1.5, 0.5]), "an integer, or the shape of the shard; got 1.5"),
     "NaN": (lambda mesh: from_ones(mesh, [float("nan"), 1]), "got nan"),
     "text": (lambda mesh: from_ones(mesh, "11"), "got '1' for tensor dim 0"),
     "a truth": (lambda mesh: from_ones(mesh, [True, 1]), "got True"),
@@ -941,7 +941,7 @@ NONSENSE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     ),
     "shared memory": (lambda mesh: from_ones(mesh, [1, 1]).share_memory_(), "has no memory of its own"),
     "dlpack": (lambda mesh: torch.from_dlpack(from_ones(mesh, [1, 1])), "has no memory of its own"),
-    "numpy": (lambda mesh: from_ones(mesh, [1, 1]).numpy(), "numpy knows no local shards"),
+    "numpy": (lambda mesh: from_ones(mesh, [1, 1]).numpy(), "numpy does not support shards"),
 }
 
 

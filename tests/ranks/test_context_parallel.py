@@ -110,14 +110,14 @@ def test_backward_outside_and_after_an_error() -> None:
 def test_what_cannot_be_partition_is_refused_and_nothing_is_changed() -> None:
     x, y = torch.arange(6.0), torch.arange(8.0).view(2, 4)
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("parameters stay whole", {"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}),
+        ("parameters stay replicated", {"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}),
         ("requires a gradient", {"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [0]}),
         ("buffer 1 of shape .* has no dim 2", {"buffers": [x, y], "buffer_seq_dims": [0, 2]}),
         ("2 buffers and 1 buffer_seq_dims", {"buffers": [x, y], "buffer_seq_dims": [0]}),
         ("named twice", {"buffers": [x, x], "buffer_seq_dims": [0, 0]}),
-        ("do not sharded 4 rows", {"buffers": [x, y], "buffer_seq_dims": [0, 1], "sizes": [6, 0]}),
+        ("do not shard 4 rows", {"buffers": [x, y], "buffer_seq_dims": [0, 1], "sizes": [6, 0]}),
         ("not among the buffers", {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": [y]}),
-        ("give one of them", {"buffers": [x], "buffer_seq_dims": [0], "sizes": [6, 0], "row_cost": 1.0}),
+        ("pass one of them", {"buffers": [x], "buffer_seq_dims": [0], "sizes": [6, 0], "row_cost": 1.0}),
         ("is sharded already", {"buffers": [sc.distribute_tensor(x, mesh(), [Shard(0)])], "buffer_seq_dims": [0]}),
     ]
     for words, arguments in cases:
@@ -129,7 +129,7 @@ def test_what_cannot_be_partition_is_refused_and_nothing_is_changed() -> None:
 @pytest.mark.ranks(4, mesh=(2, 2), processes=False)
 def test_one_dim_of_a_mesh() -> None:
     x = torch.arange(5.0)
-    with pytest.raises(sc.LayoutError, match="2 dims; hand over one"), sc.context_parallel(mesh()):
+    with pytest.raises(sc.LayoutError, match="2 dims; pass one"), sc.context_parallel(mesh()):
         pass
     part = DeviceMesh("cpu", mesh().mesh, mesh_dim_names=("data", "context"))["context"]
     with sc.context_parallel(part, buffers=[x], buffer_seq_dims=[0], sizes=[1, 4]):

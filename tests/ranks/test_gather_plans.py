@@ -55,13 +55,13 @@ def partition(full: Tensor, sizes: list[int], on: DeviceMesh) -> Any:
     return sc.distribute_tensor(full, on, [Shard(0)], sharding_shapes={0: sizes})
 
 
-def layer(x: Any, links: sc.RowLinks) -> tuple[Any, Any]:
-    rows = links.take(x)
-    return rows, links.add(rows.sin() * 2)
+def layer(x: Any, links: sc.GatherPlan) -> tuple[Any, Any]:
+    rows = links.gather(x)
+    return rows, links.scatter_add(rows.sin() * 2)
 
 
 def step(x: Any, index: Any) -> tuple[Any, ...]:
-    links = sc.link_rows(x, index)
+    links = sc.plan_gather(x, index)
     return *layer(x, links), links.degree
 
 
@@ -132,12 +132,12 @@ def test_each_distinct_row_of_others_travels_once(monkeypatch: pytest.MonkeyPatc
     distinct = sum(int(owners[n]) != r for r, numbers in enumerate(named) for n in numbers)
     sent = count_bytes(monkeypatch)
     x = partition(of.rows, of.sizes, mesh()).requires_grad_()
-    links = sc.link_rows(x, partition(of.index, of.entries, mesh()))
+    links = sc.plan_gather(x, partition(of.index, of.entries, mesh()))
     once(sent.clear)
     layers, h = 3, x
     for _ in range(layers):
-        h = links.take(h).relu()
-        h = links.add(h)
+        h = links.gather(h).relu()
+        h = links.scatter_add(h)
     # Rows and sums of rows, and the same for gradients.
     h.sum().backward()
     assert distinct == 4 and sum(sent) == distinct * 3 * 8 * layers * 2 * 2, (sum(sent), distinct)
@@ -148,7 +148,7 @@ def test_each_distinct_row_of_others_travels_once(monkeypatch: pytest.MonkeyPatc
 def test_links_to_own_rows_alone_exchange_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = case([4, 0, 3], [3, 0, 4], torch.tensor([3, 0, 3, 4, 6, 4, 4]))
     x = partition(of.rows, of.sizes, mesh()).requires_grad_()
-    links = sc.link_rows(x, partition(of.index, of.entries, mesh()))
+    links = sc.plan_gather(x, partition(of.index, of.entries, mesh()))
 
     def refused(*args: Any, **named: Any) -> Any:
         raise AssertionError("rows are exchanged, though none have to travel")
@@ -177,19 +177,19 @@ def test_links_are_kept_and_several_tensors_travel_together() -> None:
     numbers = partition(torch.arange(7), of.sizes, mesh())
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def found(x: Any, index: Any) -> sc.RowLinks:
-        return sc.link_rows(x, index)
+    def found(x: Any, index: Any) -> sc.GatherPlan:
+        return sc.plan_gather(x, index)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def both(x: Any, numbers: Any, links: sc.RowLinks) -> Any:
-        return links.take(x, numbers)
+    def both(x: Any, numbers: Any, links: sc.GatherPlan) -> Any:
+        return links.gather(x, numbers)
 
-    for links in (sc.link_rows(x, index), found(x, index)):
-        for run in (both, links.take):
+    for links in (sc.plan_gather(x, index), found(x, index)):
+        for run in (both, links.gather):
             rows, named = run(x, numbers, links) if run is both else run(x, numbers)
             assert torch.equal(rows.full_tensor(), of.rows[of.index])
             assert torch.equal(named.full_tensor(), of.index)
-        sums, counts = links.add(rows, named)
+        sums, counts = links.scatter_add(rows, named)
         expected = torch.zeros_like(of.rows).index_add(0, of.index, of.rows[of.index])
         torch.testing.assert_close(sums.full_tensor(), expected, **TIGHT)
         assert torch.equal(counts.full_tensor(), torch.bincount(of.index, minlength=7) * torch.arange(7))
@@ -208,9 +208,9 @@ def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compil
     index_partition = sc.distribute_tensor(index, on, [Shard(0), Replicate()])  # brought to where the rows are
 
     def run(x: Any, index: Any) -> Any:
-        links = sc.link_rows(x, index)
-        rows = links.take(x)
-        return rows, links.add(rows)
+        links = sc.plan_gather(x, index)
+        rows = links.gather(x)
+        return rows, links.scatter_add(rows)
 
     x.requires_grad_()
     rows, sums = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(x, index_partition)
@@ -228,12 +228,12 @@ def test_an_index_that_is_out_of_range_is_refused_on_all_ranks(compiled: bool) -
     x = sc.randn(7, 2, device_mesh=mesh(), placements=[Shard(0)])
 
     def run(x: Any, index: Any) -> Any:
-        return sc.link_rows(x, index).take(x)
+        return sc.plan_gather(x, index).gather(x)
 
     run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     for bad in (7, -8, 2**40):
         index = partition(torch.tensor([0, 1, 2, bad, 1, 1]), [3, 1, 2], mesh())
-        with pytest.raises(sc.CollectiveError, match=rf"link_rows: an index .*; rank 1 of the group has {bad}\."):
+        with pytest.raises(sc.CollectiveError, match=rf"plan_gather: an index .*; rank 1 of the group has {bad}\."):
             run(x, index)
     assert run(x, index * 0).full_tensor().shape == (6, 2)
 
@@ -246,15 +246,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for bad_x, bad_index, message in (
         (whole, index, r"has none; redistribute it to Shard\(0\)"),
         (x.to_local(), index, "takes sharded tensors"),
-        (x, index.double(), "tensor of whole numbers"),
+        (x, index.double(), "tensor of integers"),
         (x, torch.tensor(3), "of at least one dim"),
     ):
         with pytest.raises(sc.LayoutError, match=message):
-            sc.link_rows(bad_x, bad_index)
-    links = sc.link_rows(x, index)
+            sc.plan_gather(bad_x, bad_index)
+    links = sc.plan_gather(x, index)
     with pytest.raises(sc.LayoutError, match="does not have the rows of the route"):
-        links.take(x[:6])
+        links.gather(x[:6])
     with pytest.raises(sc.LayoutError, match="does not have the rows of the route"):
-        links.add(x)
+        links.scatter_add(x)
     with pytest.raises(sc.LayoutError, match="one value for each entry of the index"):
-        sc.link_rows(x, index.view(5, 1)).add(x[:5])
+        sc.plan_gather(x, index.view(5, 1)).scatter_add(x[:5])

@@ -220,8 +220,8 @@ def test_pending_sums_plain_tensors_and_what_does_not_fit() -> None:
     for given, halo, message in (
         ((x,), {2: (1, 1)}, "there is no dim 2"),
         ((x,), {0: (-1, 1)}, "at least 0"),
-        ((x,), {0: 1}, "rows are needed in front and behind"),
-        ((x, full[:6]), {0: (1, 1)}, "has not the rows"),
+        ((x,), {0: 1}, "width of the halo before and after"),
+        ((x, full[:6]), {0: (1, 1)}, "does not have the same size"),
         ((), {0: (1, 1)}, "needs a tensor"),
     ):
         with pytest.raises(sc.LayoutError, match=message):

@@ -284,13 +284,13 @@ def test_second_gradients_and_bad_arguments() -> None:
     torch.testing.assert_close(second.full_tensor(), on_one_device(), **TIGHT)
     for queries, points, k, message in (
         (full, full[:, :1], 1, r"queries \[n, dims\]"),
-        (full, full.float(), 1, "one dtype of floats"),
-        (full.long(), full.long(), 1, "one dtype of floats"),
-        (full, full, 0, "at least 1 point"),
+        (full, full.float(), 1, "same floating-point dtype"),
+        (full.long(), full.long(), 1, "same floating-point dtype"),
+        (full, full, 0, "at least 1 neighbor"),
     ):
         with pytest.raises(sc.LayoutError, match=message):
             sc.neighbors.knn(partition(queries, [3, 2], mesh()), points, k)
-    with pytest.raises(sc.LayoutError, match="within at least 0"):
+    with pytest.raises(sc.LayoutError, match="radius of at least 0"):
         sc.neighbors.radius(x, x, -1.0, 2)
     assert np.isinf(sc.neighbors.radius(full, full + 9, 0.1, 2).distances.numpy()).all()
 

@@ -45,14 +45,14 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 def test_equal_weights_pass_and_another_seed_does_not() -> None:
     sc.check_replicated(model(), line())
     sc.check_replicated(nn.ReLU(), line())
-    with pytest.raises(LayoutError, match=r"0\.weight, 0\.bias.*ranks \[1, 2\] are not like rank 0"):
+    with pytest.raises(LayoutError, match=r"0\.weight, 0\.bias.*ranks \[1, 2\] differ from rank 0"):
         sc.check_replicated(model(seed=rank()), line())
     sc.check_replicated(model(), line())  # nothing of the check is left
 
 
 @pytest.mark.ranks(3)
 def test_processes_are_told_alike() -> None:
-    with pytest.raises(LayoutError, match=r"ranks \[2\] are not like rank 0"):
+    with pytest.raises(LayoutError, match=r"ranks \[2\] differ from rank 0"):
         sc.check_replicated(model(seed=rank() // 2), line())
 
 
@@ -84,7 +84,7 @@ def test_other_modules_are_told_by_name() -> None:
     wider = nn.Linear(3, 4 + (rank() == 2))
     for made, wrong in ((longer, 1), (wider, 2), (nn.Linear(3, 4).to([torch.float32, torch.float64][rank() % 2]), 1)):
         for call in (sc.check_replicated, sc.sync_module_over_mesh):
-            with pytest.raises(LayoutError, match=rf"name, shape or dtype.*ranks \[{wrong}\] are not like rank 0"):
+            with pytest.raises(LayoutError, match=rf"name, shape or dtype.*ranks \[{wrong}\] differ from rank 0"):
                 call(made, line())
 
 
@@ -94,9 +94,9 @@ def test_all_ranks_of_two_dims_are_compared() -> None:
     sc.check_replicated(model(), mesh)
     by_row = model(seed=mesh.get_coordinate()[0])  # equal along one dim only
     sc.check_replicated(by_row, mesh["domain"])
-    with pytest.raises(LayoutError, match=r"ranks \[2, 3\] are not like rank 0"):
+    with pytest.raises(LayoutError, match=r"ranks \[2, 3\] differ from rank 0"):
         sc.check_replicated(by_row, mesh)
-    with pytest.raises(LayoutError, match=r"ranks \[[23]\] are not like rank [01]"):
+    with pytest.raises(LayoutError, match=r"ranks \[[23]\] differ from rank [01]"):
         sc.check_replicated(by_row, mesh["data"])
     with mesh, pytest.raises(LayoutError, match=r"ranks \[2, 3\]"):
         sc.check_replicated(by_row)

@@ -108,7 +108,7 @@ def test_rows_that_move_are_counted(backend: str | None) -> None:
 
     def there_and_back(x: Any, where: Any) -> Tensor:
         rows, route = sc.route_rows(x, where)
-        return route.back(rows * 2).sum()
+        return route.combine(rows * 2).sum()
 
     torch._dynamo.reset()
     run = torch.compile(there_and_back, fullgraph=True, backend=backend) if backend else there_and_back

@@ -46,7 +46,7 @@ def drawn(ranks: int, seed: int, copies: int | None) -> tuple[list[int], Tensor]
 
 def step(x: Tensor, destination: Tensor, entries: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
     rows, numbers, route = sc.route_rows(x, destination, each=[entries])
-    return rows, numbers, route.source, route.back(rows.sin() * 2, weights=weights)
+    return rows, numbers, route.source, route.combine(rows.sin() * 2, weights=weights)
 
 
 def check(run: Any, on: DeviceMesh, sizes: list[int], destination: Tensor, weighted: bool = True) -> None:
@@ -131,7 +131,7 @@ def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch:
     rows, route = sc.route_rows(x, partition(destination, on, sizes))
     rows.detach().full_tensor()  # all ranks have come to here
     sent = count_bytes(monkeypatch)
-    route.back(route.send(x)).sum().backward()
+    route.combine(route.send(x)).sum().backward()
     x.grad.full_tensor()
     # There and back, and the same for gradients.
     assert sum(sent) == 4 * moved * 5 * 8, (sum(sent), moved)
@@ -182,7 +182,7 @@ def test_a_route_is_kept_and_used_again(compiled: bool) -> None:
     x, d = (partition(t, on, sizes) for t in (torch.randn(7, 2), destination))
 
     def layer(x: Any, route: sc.Route) -> Any:
-        return route.back(route.send(x) + 1)
+        return route.combine(route.send(x) + 1)
 
     found = sc.route_rows
     if compiled:
@@ -218,4 +218,4 @@ def test_three_mesh_dims_are_refused_and_a_third_may_partition_columns() -> None
     x = sc.distribute_tensor(full, on, [Shard(0), Shard(1), Shard(0)])
     rows, route = sc.route_rows(x, sc.distribute_tensor(destination, on, [Shard(0), Replicate(), Shard(0)]))
     assert torch.equal(rows.full_tensor(), full[torch.cat([(destination == r).nonzero().flatten() for r in range(4)])])
-    assert torch.equal(route.back(rows).full_tensor(), torch.where(destination[:, None] < 0, 0.0, full))
+    assert torch.equal(route.combine(rows).full_tensor(), torch.where(destination[:, None] < 0, 0.0, full))
