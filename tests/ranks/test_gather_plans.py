@@ -233,7 +233,9 @@ def test_an_index_that_is_out_of_range_is_refused_on_all_ranks(compiled: bool) -
     run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     for bad in (7, -8, 2**40):
         index = partition(torch.tensor([0, 1, 2, bad, 1, 1]), [3, 1, 2], mesh())
-        with pytest.raises(sc.CollectiveError, match=rf"plan_gather: index out of range.*; rank 1 of the group has {bad}\."):
+        with pytest.raises(
+            sc.CollectiveError, match=rf"plan_gather: index out of range.*; rank 1 of the group has {bad}\."
+        ):
             run(x, index)
     assert run(x, index * 0).full_tensor().shape == (6, 2)
 

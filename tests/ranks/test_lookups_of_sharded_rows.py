@@ -226,7 +226,9 @@ def test_a_number_out_of_range_is_an_error_on_every_rank(compiled: bool) -> None
         for bad in (9, -1):
             wrong = of.source.clone()
             wrong[3] = bad
-            with pytest.raises(IndexError, match=rf"aten\.index[\w.]*: index out of range.*; rank 0 of the group has {bad}\."):
+            with pytest.raises(
+                IndexError, match=rf"aten\.index[\w.]*: index out of range.*; rank 0 of the group has {bad}\."
+            ):
                 call(x, partition(wrong, of.edges), target)
 
 
