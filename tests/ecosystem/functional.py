@@ -341,7 +341,7 @@ def _scripted(here: Setting) -> Any:
 
 
 TRACED = (
-    "it would take blocks for constants of the graph. torch.compile captures sharded tensors as one graph; a graph that "
+    "it would take shards for constants of the graph. torch.compile captures sharded tensors as one graph; a graph that "
     "torch.export has made of plain tensors runs on sharded ones"
 )
 NO_LAYOUT = "torch traces its function on tensors that have no layout. "
