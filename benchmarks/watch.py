@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.demo.training import make_net, sharded_step
-from shardcompile.diagnosis import calls
+from shardcompile.diagnosis import recorded_calls
 from shardcompile.testing import LocalRanks, rank
 
 WORLD, PAIRS = 2, 300
@@ -62,19 +62,19 @@ def _turns(mesh: DeviceMesh, name: str) -> tuple[list[float], list[float], float
     step = _step(mesh, name)
     for _ in range(5):
         step()
-    watched = dict(calls._MEMBERS)
+    watched = dict(recorded_calls._MEMBERS)
     began, thread = time.perf_counter(), _cpu_of_watch()
     found: dict[bool, list[Any]] = {True: [], False: []}
     for pair in range(PAIRS):
         for watch in (True, False) if pair % 2 else (False, True):
             for group, members in watched.items():
-                calls._MEMBERS[group] = members if watch else None
+                recorded_calls._MEMBERS[group] = members if watch else None
             clock, cpu = time.perf_counter(), time.thread_time()
             for _ in range(CALLS[name]):
                 step()
             found[watch].append((time.thread_time() - cpu, time.perf_counter() - clock))
     share = (_cpu_of_watch() - thread) / (time.perf_counter() - began)
-    calls._MEMBERS.update(watched)
+    recorded_calls._MEMBERS.update(watched)
     cpu, clock = ([a[i] / b[i] for a, b in zip(found[True], found[False], strict=True)] for i in range(2))
     return cpu, clock, statistics.median(w for _, w in found[False]) / CALLS[name], share
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import ProcessGroup, Work
 
 from shardcompile import compat
-from shardcompile.diagnosis import calls, connections
+from shardcompile.diagnosis import connections, recorded_calls
 from shardcompile.diagnosis.backends import Backend, register_backend
 from shardcompile.diagnosis.queued import Passed
 
@@ -68,11 +68,11 @@ def _abort(groups: Sequence[ProcessGroup]) -> None:
 
 def put_in() -> None:
     """Have gloo be like this in this process, and in those that it forks."""
-    run = calls.Call.run
+    run = recorded_calls.Call.run
 
-    def run_queued(self: calls.Call, steps: Iterable[Callable[[], Any]]) -> list[Any]:
+    def run_queued(self: recorded_calls.Call, steps: Iterable[Callable[[], Any]]) -> list[Any]:
         return [_queued(result) for result in run(self, steps)]
 
-    calls.Call.run = run_queued  # type: ignore[assignment, method-assign]
+    recorded_calls.Call.run = run_queued  # type: ignore[assignment, method-assign]
     compat.abort = _abort
     register_backend(Backend("gloo", agrees=False, aborts=True, mark=_mark))

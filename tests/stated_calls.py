@@ -11,11 +11,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardcompile.diagnosis import calls
+from shardcompile.diagnosis import recorded_calls
 from shardcompile.diagnosis.states import key_of, members_of
 
 
-class _Noted(calls.Members):
+class _Noted(recorded_calls.Members):
     """The calls of a group, all of them."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -38,7 +38,7 @@ def noting() -> Iterator[None]:
         return _NOTED[group]
 
     _NOTED.clear()
-    with mock.patch.object(calls, "_members_of", members):
+    with mock.patch.object(recorded_calls, "_members_of", members):
         yield
 
 

@@ -30,7 +30,7 @@ class Setting:
 
     Attributes:
         mesh: of all ranks; None where the lines run on plain tensors, as on a single device.
-        over: the mesh whose ranks hold the blocks, one dim of `mesh`.
+        over: the mesh whose ranks hold the shards, one dim of `mesh`.
         compiled: whether `compile` compiles.
         compilations: how often it has.
     """
@@ -56,7 +56,7 @@ class Setting:
         return sc.distribute_tensor(full, self.over, [Shard(dim)], sharding_shapes={0: self.sizes(full.shape[dim])})
 
     def shard_parameters(self, module: nn.Module) -> nn.Module:
-        """Put the parameters of a module into uneven blocks of rows."""
+        """Put the parameters of a module into uneven shards of rows."""
         if self.over is not None:
             for owner in module.modules():
                 for name, p in list(owner.named_parameters(recurse=False)):

@@ -221,9 +221,9 @@ def _trained(here: Setting, model: nn.Module, wrap: Callable[[nn.Module], Any], 
     return loss, gradients(wrapped)
 
 
-def _ddp(how: str = "inside", same: bool = True, in_blocks: bool = False) -> Callable[[Setting], Any]:
+def _ddp(how: str = "inside", same: bool = True, sharded: bool = False) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        model = here.shard_parameters(_layers()) if in_blocks else _layers()
+        model = here.shard_parameters(_layers()) if sharded else _layers()
 
         def wrap(model: nn.Module) -> Any:
             return DistributedDataParallel(model, process_group=None if same else here.mesh.get_group("model"))
@@ -234,10 +234,10 @@ def _ddp(how: str = "inside", same: bool = True, in_blocks: bool = False) -> Cal
 
 
 def _fsdp1(
-    how: str = "inside", over: str = "same", in_blocks: bool = False, strategy: Any = ShardingStrategy.FULL_SHARD
+    how: str = "inside", over: str = "same", sharded: bool = False, strategy: Any = ShardingStrategy.FULL_SHARD
 ) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        model = here.shard_parameters(_layers()) if in_blocks else _layers()
+        model = here.shard_parameters(_layers()) if sharded else _layers()
 
         def wrap(model: nn.Module) -> Any:
             return FullyShardedDataParallel(
@@ -253,9 +253,9 @@ def _fsdp1(
     return run
 
 
-def _fsdp2(how: str = "inside", over: str = "same", in_blocks: bool = False) -> Callable[[Setting], Any]:
+def _fsdp2(how: str = "inside", over: str = "same", sharded: bool = False) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
-        model: Any = here.shard_parameters(_layers()) if in_blocks else _layers()
+        model: Any = here.shard_parameters(_layers()) if sharded else _layers()
 
         def wrap(model: Any) -> Any:
             fully_shard(model[0], mesh=_mesh(here, over))
@@ -266,7 +266,7 @@ def _fsdp2(how: str = "inside", over: str = "same", in_blocks: bool = False) -> 
     return run
 
 
-def _beside_blocks(wrapper: str) -> Callable[[Setting], Any]:
+def _beside_shards(wrapper: str) -> Callable[[Setting], Any]:
     """Parameters sharded beside plain ones that a wrapper manages: what the refusal names as the way out."""
 
     def run(here: Setting) -> Any:
@@ -426,7 +426,7 @@ CASES = [
             ("FSDP2 (`fully_shard`)", _fsdp2, "over", ("same", "other")),
         ]
         for place, value, ranks in [
-            ("the ranks that hold the blocks", values_[0], 3),
+            ("the ranks that hold the shards", values_[0], 3),
             ("another mesh dim", values_[1], 4),
         ]
     ],
@@ -447,20 +447,20 @@ CASES = [
         )
         for name, make in [("DDP", _ddp), ("FSDP1", _fsdp1), ("FSDP2", _fsdp2)]
     ],
-    Case(DP, "DDP, parameters sharded", _ddp(in_blocks=True), IN_SHARDS, IN_SHARDS),
-    Case(DP, "FSDP1, parameters sharded", _fsdp1(in_blocks=True), IN_SHARDS, IN_SHARDS),
-    Case(DP, "FSDP2, parameters sharded", _fsdp2(in_blocks=True), IN_SHARDS, IN_SHARDS),
+    Case(DP, "DDP, parameters sharded", _ddp(sharded=True), IN_SHARDS, IN_SHARDS),
+    Case(DP, "FSDP1, parameters sharded", _fsdp1(sharded=True), IN_SHARDS, IN_SHARDS),
+    Case(DP, "FSDP2, parameters sharded", _fsdp2(sharded=True), IN_SHARDS, IN_SHARDS),
     Case(
         DP,
         "FSDP2 over another mesh dim, parameters sharded",
-        _fsdp2(over="other", in_blocks=True),
+        _fsdp2(over="other", sharded=True),
         IN_SHARDS,
         IN_SHARDS,
         ranks=4,
     ),
-    Case(DP, "DDP of a part, the rest of the parameters sharded", _beside_blocks("ddp"), processes=True),
-    Case(DP, "FSDP1, `ignored_states` sharded", _beside_blocks("fsdp1")),
-    Case(DP, "FSDP2, `ignored_params` sharded", _beside_blocks("fsdp2")),
+    Case(DP, "DDP of a part, the rest of the parameters sharded", _beside_shards("ddp"), processes=True),
+    Case(DP, "FSDP1, `ignored_states` sharded", _beside_shards("fsdp1")),
+    Case(DP, "FSDP2, `ignored_params` sharded", _beside_shards("fsdp2")),
     Case(CC, "`dist.all_reduce(sharded)`", _raw_collective, SENT, SENT, processes=True),
     Case(CC, "`dist.broadcast(sharded, 0)`", _broadcast, SENT, NOT_IN_TORCH),
     Case(CC, "`dist.all_gather(list, sharded)`", _gathered, SENT, SENT),

@@ -33,11 +33,11 @@ def _matrices(module: nn.Module, matrices_only: bool) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.ndim == 2 or not matrices_only]
 
 
-def _trained(name: str, form: str, in_blocks: bool) -> Callable[[Setting], Any]:
+def _trained(name: str, form: str, sharded: bool) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
         make, settings, _ = OPTIMIZERS[name]
         model = net()
-        if in_blocks:
+        if sharded:
             here.shard_parameters(model)
         x, y = here.partition(values(7, 4)), here.partition(values(7, 4, seed=1))
         chosen = {} if form == "default" else {form: True}
@@ -85,12 +85,12 @@ def _compiled_step(name: str) -> Callable[[Setting], Any]:
     return run
 
 
-def _sparse(in_blocks: bool) -> Callable[[Setting], Any]:
+def _sparse(sharded: bool) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
         table = nn.Embedding(9, 3, sparse=True).double()
         with torch.no_grad():
             table.weight.copy_(values(9, 3))
-        if in_blocks:
+        if sharded:
             here.shard_parameters(table)
         optimizer = optim.SparseAdam(table.parameters(), lr=0.1)
         ids = here.partition(torch.tensor([1, 1, 4, 8, 0, 3, 4]))
@@ -108,10 +108,10 @@ CASES = [
     Case(
         f"Optimizers, {kind}, three steps",
         f"`{name}`" + ("" if form == "default" else f", `{form}=True`"),
-        _trained(name, form, in_blocks),
+        _trained(name, form, sharded),
         rtol=5e-2 if name == "Muon" else 1e-8,  # Muon's orthogonalisation computes in bfloat16
     )
-    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven shards", True))
+    for kind, sharded in (("plain parameters", False), ("parameters in uneven shards", True))
     for name, (_, _, forms) in OPTIMIZERS.items()
     for form in forms
 ]
@@ -126,16 +126,16 @@ CASES += [
     for name in OPTIMIZERS
 ]
 NO_SPARSE = (
-    "a sparse tensor has no blocks. Of the gradient of an embedding: leave out sparse=True and take an optimizer for "
+    "a sparse tensor has no shards. Of the gradient of an embedding: leave out sparse=True and take an optimizer for "
     "dense gradients; otherwise take full_tensor() of the inputs"
 )
 CASES += [
     Case(
         f"Optimizers, {kind}, three steps",
         "`SparseAdam`, `Embedding(sparse=True)`",
-        _sparse(in_blocks),
+        _sparse(sharded),
         eager=NO_SPARSE,
         compiled=NO_SPARSE,
     )
-    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven shards", True))
+    for kind, sharded in (("plain parameters", False), ("parameters in uneven shards", True))
 ]

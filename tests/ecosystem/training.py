@@ -197,14 +197,14 @@ def _saved_tensors_hooked(here: Setting) -> Any:
     return loss, x.grad, gradients(model)
 
 
-def _parametrized(kind: str, in_blocks: bool = False) -> Callable[[Setting], Any]:
+def _parametrized(kind: str, sharded: bool = False) -> Callable[[Setting], Any]:
     class Symmetric(nn.Module):
         def forward(self, w: Any) -> Any:
             return w.triu() + w.triu(1).transpose(-1, -2)
 
     def run(here: Setting) -> Any:
         model = net(width=4)
-        if in_blocks:
+        if sharded:
             here.shard_parameters(model)
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -259,7 +259,7 @@ def _loaded(here: Setting) -> Any:
     return [model(here.partition(batch)).sum() for batch in torch.utils.data.DataLoader(rows, batch_size=3)]
 
 
-def _dataset_of_blocks(here: Setting) -> Any:
+def _dataset_of_shards(here: Setting) -> Any:
     x, y = _data(here)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
     loss_of = here.compile(_mse(net()))
@@ -306,7 +306,7 @@ CASES += [
     Case(SECTION, "forward, backward and gradient hooks", _hooked),
     Case(SECTION, "`saved_tensors_hooks`, `save_on_cpu`", _saved_tensors_hooked),
     Case(SECTION, "`DataLoader`, batches sharded afterwards", _loaded),
-    Case(SECTION, "`TensorDataset` of sharded tensors", _dataset_of_blocks),
+    Case(SECTION, "`TensorDataset` of sharded tensors", _dataset_of_shards),
     Case(SECTION, "`float(loss)`, `item`, `tolist`, `numpy`, format strings", _numbers),
 ]
 CASES += [
