@@ -69,7 +69,7 @@ MUTATIONS = (
         "a guard on the size of a rank's local shard",
         "shardcompile/collectives/derived_partitions.py",
         "return partition.local_size(compat.coordinate(mesh) or ())",
-        "size = sharded.local_size(compat.coordinate(mesh) or ())\n        return size if size == 2 else size",
+        "size = partition.local_size(compat.coordinate(mesh) or ())\n        return size if size == 2 else size",
         ["tests/ranks/test_compile.py"],
     ),
     Mutation(
