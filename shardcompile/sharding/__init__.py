@@ -16,7 +16,7 @@ from shardcompile.sharding.mesh import MeshShape as MeshShape
 from shardcompile.sharding.partition import Partition as Partition
 from shardcompile.sharding.segments import Apart as Apart
 from shardcompile.sharding.segments import has_runs as has_runs
-from shardcompile.sharding.segments import in_stretches as in_stretches
+from shardcompile.sharding.segments import in_segments as in_segments
 from shardcompile.sharding.segments import is_sharded_once as is_sharded_once
 from shardcompile.sharding.segments import neighbouring as neighbouring
 from shardcompile.sharding.sizes import CHUNK_KEY as CHUNK_KEY

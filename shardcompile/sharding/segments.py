@@ -28,7 +28,7 @@ def neighbouring(partition: Partition) -> Partition:
     return partition if is_one(partition.runs) else replace(partition, runs=1, origin=None, core=None, home=None)
 
 
-def in_stretches(runs: IntLike, partition: Partition) -> Partition | None:
+def in_segments(runs: IntLike, partition: Partition) -> Partition | None:
     """Returns the partition of the same shard sizes with `runs` segments, of which each shard has equally many rows.
 
     Returns None if the shard sizes are not divisible by `runs`, if the partition has several segments already, is a

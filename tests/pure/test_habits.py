@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+import io
 import os
 import pkgutil
 import re
 import subprocess
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -57,31 +58,40 @@ def test_types_are_checked_with_the_torch_of_ci(tmp_path: Path, installed: str, 
     assert ("contracts" in run.stdout) is not counts and ("99.0" in run.stdout) is not counts
 
 
-LONGEST = 25
-"""Words in a sentence of a docstring."""
-
-NEW_SENTENCE = r"\n\s*\n|\n\s*\* |\n\s+[\w*`, ]+: |\n\s*(?:Args|Returns|Raises|Attributes):"
-
-
-def _long_sentences(docstring: str) -> list[str]:
-    """The sentences of more than `LONGEST` words; drawings and code count as none, what is quoted as one word."""
-    prose = [p for p in re.split(NEW_SENTENCE, docstring) if not re.search(r"->|=>|>>>|@pytest", p)]
-    words = [re.sub(r"\([^)]*\)", "", re.sub(r"``[^`]*``|`[^`]*`", "X", " ".join(p.split()))) for p in prose]
-    return [s for p in words for s in re.split(r"(?<=[.!?;:])\s+", p) if len(s.split()) > LONGEST]
-
-
-def _docstrings(path: Path) -> list[str]:
-    nodes = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Expr))
-    values = (n.value.value for n in nodes if isinstance(n.value, ast.Constant))
-    return [v for v in values if isinstance(v, str)]
+REPLACED = {
+    "cut": "partition, or sharded",
+    "cuts": "partitions",
+    "recut": "repartition",
+    "extent": "size",
+    "extents": "sizes",
+    "nursery": "fork server",
+    "verdict": "diagnosis",
+    "stretch": "segment",
+    "stretches": "segments",
+    "mirrors": "reflection",
+}
+"""Words that the field does not use for what they stood for, and what it says."""
 
 
-def test_sentences_of_docstrings_are_short() -> None:
-    assert _long_sentences("One " * (LONGEST + 1)) and not _long_sentences("One " * LONGEST)
-    found = {
-        f"{path.relative_to(ROOT)}: {s}" for path in SOURCES for d in _docstrings(path) for s in _long_sentences(d)
-    }
-    assert not found
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", text)}
+
+
+def _names(path: Path) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return {t.string for t in tokens if t.type == tokenize.NAME}
+
+
+def test_names_are_the_words_of_the_field() -> None:
+    """See docs/glossary.md. ``min_cut_rematerialization_partition`` and ``executable`` are names of others."""
+    assert _words("_CutOf") & REPLACED.keys() and not _words("executable") & REPLACED.keys()
+    found = [
+        f"{path.relative_to(ROOT)}: {name}, say {REPLACED[word]}"
+        for path in SOURCES
+        for name in sorted(_names(path) - {"min_cut_rematerialization_partition"})
+        for word in sorted(_words(name) & REPLACED.keys())
+    ]
+    assert found == []
 
 
 def test_the_list_of_sources_is_complete() -> None:

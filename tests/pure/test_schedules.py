@@ -118,7 +118,7 @@ def test_needed_first() -> None:
     assert needed_first(items, before.__getitem__) == ["a", "c", "d", "bucket", "view", "b", "read", "end"]
     found = needed_first(items, before.__getitem__, on_demand=lambda item: item == "view")
     assert found == ["a", "b", "c", "d", "bucket", "read", "view", "end"]
-    with pytest.raises(AssertionError, match="circle"):
+    with pytest.raises(AssertionError, match="cycle"):
         needed_first(["a", "b"], {"a": ["b"], "b": ["a"]}.__getitem__)
 
 

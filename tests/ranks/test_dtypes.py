@@ -126,7 +126,9 @@ def compare(name: str, run: Run, full: Tensor, x: sc.ShardTensor, problems: list
         moved = attempt(lambda: bits(run(as_integers(full))))[0] if name in MOVES else None
         if moved is None or list(_bytes_of(moved)) != list(_bytes_of(got)):
             problems.append(f"{what}: {str(got)[:200]}, where plain PyTorch has {refused}")
-    elif error is not None and (not isinstance(error, (RuntimeError, type(refused))) or "no rank can go on" in str(error)):
+    elif error is not None and (
+        not isinstance(error, (RuntimeError, type(refused))) or "no rank can go on" in str(error)
+    ):
         problems.append(f"{what}: {type(error).__name__}: {error}, where plain PyTorch has {refused}")
 
 

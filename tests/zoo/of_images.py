@@ -28,7 +28,7 @@ def _of(module: str, name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 
 def _resnet() -> nn.Module:
-    block = packages.of("timm.models.resnet", "BasicShard")
+    block = packages.of("timm.models.resnet", "BasicBlock")
     return packages.of("timm.models", "ResNet")(
         block=block, layers=(1, 1, 1, 1), num_classes=5, channels=(8, 8, 16, 16), stem_width=8
     )
@@ -133,7 +133,7 @@ OF_IMAGES = [
     _height("timm-convnext", _of("timm.models", "ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, patch_size=2), "timm", 16, inputs=_high(16, 32)),
     Entry(
         "diffusers-unet",
-        _of("diffusers", "UNet2DModel", sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4, down_block_types=("DownShard2D",) * 2, up_block_types=("UpShard2D",) * 2, attention_head_dim=4),
+        _of("diffusers", "UNet2DModel", sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4, down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, attention_head_dim=4),
         lambda n: [torch.randn(2, 2, 2 * n, 8), torch.tensor([3, 5])],
         (2, None),
         rows=(2, 1),
@@ -143,7 +143,7 @@ OF_IMAGES = [
     ),
     Entry(
         "diffusers-unet-text",
-        _of("diffusers", "UNet2DConditionModel", sample_size=8, in_channels=2, out_channels=2, down_block_types=("CrossAttnDownShard2D", "DownShard2D"), up_block_types=("UpShard2D", "CrossAttnUpShard2D"), block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16, attention_head_dim=4),
+        _of("diffusers", "UNet2DConditionModel", sample_size=8, in_channels=2, out_channels=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16, attention_head_dim=4),
         lambda n: [torch.randn(2, 2, 2 * n, 8), torch.tensor([3, 5]), torch.randn(2, 5, 16)],
         (2, None, None),
         rows=(2, 1, 1),
@@ -161,7 +161,7 @@ OF_IMAGES = [
     ),
     _height(
         "diffusers-vae",
-        _of("diffusers", "AutoencoderKL", block_out_channels=(8, 8), down_block_types=("DownEncoderShard2D",) * 2, up_block_types=("UpDecoderShard2D",) * 2, norm_num_groups=4, latent_channels=2, sample_size=16, mid_block_add_attention=False),
+        _of("diffusers", "AutoencoderKL", block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, latent_channels=2, sample_size=16, mid_block_add_attention=False),
         "diffusers",
         2,
         read=_sample,

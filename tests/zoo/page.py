@@ -23,7 +23,7 @@ _INTRODUCTION = """# Models that were tried
 
 Public models with random weights and tiny sizes, unmodified, with inputs that are sharded unevenly over three ranks: along the
 sequence, the height, points, or nodes and edges. For each of them the tests compare values and gradients with one process
-over five partitions, with an empty block, a block of one row and another size: eager, and, but for those listed below,
+over five partitions, with an empty shard, a shard of one row and another size: eager, and, but for those listed below,
 compiled by `aot_eager` to one graph. That runs at night (`pytest -m zoo`); the first five run on every push.
 
 By `backend="shardcompile"`, our passes and Inductor, {tried} of {all} models are compared over two of the partitions, and are right,

@@ -18,7 +18,7 @@ from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OnPartition, OpCall, Strategy, along, partial
 from shardcompile.ops.view.rule import local_shape_at
-from shardcompile.sharding import IntLike, Layout, Partition, in_stretches
+from shardcompile.sharding import IntLike, Layout, Partition, in_segments
 
 aten = torch.ops.aten
 
@@ -157,7 +157,7 @@ def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list
             on_partition = functools.partial(_through_view, src_sides, dst_sides, allows_segments)
             other_partition: OnPartition | None = None
             if i == 0 and not is_one(dst_sides[0]):
-                other_partition = functools.partial(in_stretches, dst_sides[0])
+                other_partition = functools.partial(in_segments, dst_sides[0])
             elif i == o == 0:
                 whole_rows = WholeRows.of(src[ins[0]], dst[outs[0]], src_sides[1], dst_sides[1])
                 if whole_rows is not None:
