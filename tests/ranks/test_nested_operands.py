@@ -103,7 +103,7 @@ STRIDED: dict[str, Callable[[Tensor, Tensor], object]] = {
 def test_strided_nested_results_are_refused(name: str) -> None:
     function = STRIDED[name]
     assert function(_FULL, nested(torch.strided)).is_nested  # type: ignore[attr-defined]
-    with pytest.raises(sc.UnsupportedOpError, match=r"gives a nested tensor.*full_tensor\(\) of the"):
+    with pytest.raises(sc.UnsupportedOpError, match=r"returns a nested tensor.*full_tensor\(\) of the"):
         function(sharded(), nested(torch.strided))
 
 
