@@ -98,7 +98,7 @@ class Gathered(Entry):
         if out.layout is not torch.strided or out.is_nested:
             kind = "nested" if out.is_nested else "sparse"
             raise UnsupportedOpError(
-                f"{self.op} gives a {kind_of(out)} tensor, and a {kind} tensor has no shards. Of the gradient of an "
+                f"{self.op} returns a {kind_of(out)} tensor, and a {kind} tensor has no shards. Of the gradient of an "
                 "embedding: leave out sparse=True and take an optimizer for dense gradients; otherwise take "
                 "full_tensor() of the inputs"
             )

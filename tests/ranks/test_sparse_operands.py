@@ -189,7 +189,7 @@ def test_sparse_results_are_refused_in_words(name: str, stored: str):
     operands = Operands.full(sparse).each(lambda x: sc.distribute_tensor(x, mesh(), [Shard(0)]))
     if isinstance(once(lambda: plain(GIVES_SPARSE[name], stored, False)), Exception):
         pytest.skip("plain PyTorch refuses it")
-    with pytest.raises(sc.UnsupportedOpError, match=r"gives a torch.sparse_\w+ tensor.*full_tensor\(\)"):
+    with pytest.raises(sc.UnsupportedOpError, match=r"returns a torch.sparse_\w+ tensor.*full_tensor\(\)"):
         GIVES_SPARSE[name](sparse, operands)
 
 
