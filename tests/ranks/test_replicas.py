@@ -64,7 +64,7 @@ def test_one_bit_on_one_rank_is_found(name: str, where: int) -> None:
     if rank() == where:
         CHANGES[name](changed)
     others = [1, 2] if where == 0 else [2]
-    with pytest.raises(LayoutError, match=rf"ranks: {name}, 1 of 11; ranks {re.escape(str(others))} are not"):
+    with pytest.raises(LayoutError, match=rf"ranks: {name}, 1 of 11; ranks {re.escape(str(others))} differ"):
         sc.check_replicated(changed, line())
 
 
