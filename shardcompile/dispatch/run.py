@@ -160,9 +160,9 @@ class Local(Entry):
             return args[0]
         if self.is_unsharded and type(out) is Tensor:
             return cls._wrap(out, _with_actual_stride(out, self.specs[0]))
-        if self.is_fresh and (self.exchanges or not compat.is_traced()):
-            out = all_in_order(out, self.specs)
         specs = _with_local_sizes(out, self.specs) if self.has_unbacked_shape else self.specs
+        if self.is_fresh and (self.exchanges or not compat.is_traced()):
+            out = all_in_order(out, specs)
         if self.has_single_output:
             wrapped = out if specs[0] is None else cls._wrap(out, specs[0])
         else:

@@ -62,6 +62,34 @@ def found(
         return judge(ranks, program, backend)
 
 
+@pytest.mark.nightly
+def test_what_a_mask_keeps_in_a_trace_decides_nothing_for_eager_code() -> None:
+    """The decision of a trace, with unbacked sizes, is kept for eager calls with equal arguments."""
+    lines = [
+        "v0 = a0.logcumsumexp(2)",
+        "v1 = a2.narrow(1, 0, 1)",
+        "v2, v3 = tuple(v0.cummax(-1))",
+        "v4 = torch.cat([v2, v0], 0)",
+        "v5 = v2.diagonal(0, 1, 0)",
+        "v6 = F.rms_norm(v4, v4.shape[-1:])",
+        "v7 = v5.abs().clamp(max=100).to(torch.uint64).to(torch.float64)",
+        "v8 = v6 @ v7",
+        'v9 = torch.einsum("ab,cd->abcd", v5, v7)',
+        "v10 = v9[:, :, (v9.detach().amax([0, 1, 3]) > 0.1)].mul(2)",
+        "v11 = torch.fft.irfft(torch.fft.rfft(v7, n=2, dim=1).narrow(1, 0, 1), n=2, dim=1)",
+        "v12 = torch.fft.hfft(v2, n=2, dim=0)",
+        "v13 = v0.cummin(-1)[0]",
+        "v14 = torch.stack([v0, v13], 3)",
+    ]
+    ways = ("rows", "turned", "turned", "turned")
+    inputs = [
+        Input("a0", (2, 3, 1), "S(0) S(2)", {0: [1, 1], 1: [0, 1]}, seed=617607, ways=ways, inferred=True),
+        Input("a1", (1,), "R S(0)", {1: [0, 1]}, grad=True, seed=733577),
+        Input("a2", (1, 1), "S(0) R", {0: [1, 0]}, seed=82449),
+    ]
+    assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
+
+
 def test_a_wrong_value_is_found_and_shrunk() -> None:
     """A line that gives something else on sharded tensors, among lines that do not matter."""
     lines = ["v0 = a0.sin()", "v1 = v0 * (2 if hasattr(a0, 'sharding') else 1)", "v2 = a0 + a1", "v3 = v1[1:]"]
