@@ -229,7 +229,7 @@ def captured(ranks: int, imbalance: str, world: Any) -> Iterator[Result]:
 
 
 def run(worlds: Sequence[int], only: Sequence[str], quick: bool) -> list[Result]:
-    """Measure the suite, a table for each world and sharded."""
+    """Measure the suite, a table for each world size and partition."""
     found: list[Result] = []
     imbalances = suite.IMBALANCES[:3:2] if quick else suite.IMBALANCES
     for ranks in worlds:

@@ -610,7 +610,7 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
 def _judge_eager(ranks: LocalRanks, program: Program, expected: Expected) -> Found:
     """Of an eager run.
 
-    Where torch's fake kernel and its kernel store a result differently, as they may where an size is 1, either is
+    Where torch's fake kernel and its kernel store a result differently, as they may where a size is 1, either is
     right: the former stores it so in compiled functions.
     """
     found = _together(ranks(run_on_rank, program, expected, timeout=60))

@@ -65,7 +65,7 @@ def to(x: Tensor, placements: str, sizes: Any = None) -> Tensor:
 def whole(x: Tensor) -> Tensor:
     """The full value as a plain tensor; an expanded one row by row, since shards that are gathered are not expanded.
 
-    One with an size of 1 is stored row by row as well. What is gathered has other strides along it, which mean nothing,
+    One with a size of 1 is stored row by row as well. What is gathered has other strides along it, which mean nothing,
     but kernels read them to order the dims of their results.
     """
     rows = any(isinstance(n, int) and n == 1 for n in x.shape)

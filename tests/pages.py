@@ -1,6 +1,6 @@
-"""The code in pages: its shards, and running them as their reader would.
+"""The code in pages: its blocks, and running them as their reader would.
 
-The Python shards of a page share their names, from the first to the last. A shard of text after a Python shard is what
+The Python blocks of a page share their names, from the first to the last. A block of text after a Python block is what
 that prints on rank 0. Other code (shell commands, output of a terminal) is not run.
 """
 
@@ -23,8 +23,8 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
-class Shard_:
-    """A shard of code.
+class CodeBlock:
+    """A block of code.
 
     Attributes:
         page: its file.
@@ -45,8 +45,8 @@ class Shard_:
         return compile("\n" * self.line + self.source, str(self.page), "exec")
 
 
-def shards(page: Path) -> list[Shard_]:
-    """All shards of code of a page, in their order."""
+def code_blocks(page: Path) -> list[CodeBlock]:
+    """All blocks of code of a page, in their order."""
     found, heading, text = [], "", page.read_text()
     for match in re.finditer(
         r"^#+ (?P<heading>[^\n]+)$|^```(?P<language>\w+)[^\n]*\n(?P<source>.*?)^```$", text, re.M | re.S
@@ -55,7 +55,7 @@ def shards(page: Path) -> list[Shard_]:
             heading = match["heading"]
         else:
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Shard_(page, heading, match["language"], match["source"], line))
+            found.append(CodeBlock(page, heading, match["language"], match["source"], line))
     return found
 
 
@@ -65,15 +65,15 @@ def without_versions_and_places(text: str) -> list[str]:
     return [re.sub(r" {2,}", "  ", line).rstrip() for line in text.strip().splitlines()]
 
 
-def run_blocks(run: Iterable[Shard_], cleaned: Callable[[str], list[str]] = str.splitlines) -> dict[str, Any]:
-    """Run Python shards one after the other, and hold what they print against the shards of text.
+def run_blocks(run: Iterable[CodeBlock], cleaned: Callable[[str], list[str]] = str.splitlines) -> dict[str, Any]:
+    """Run Python blocks one after the other, and hold what they print against the blocks of text.
 
     Args:
-        run: the shards; those of other languages are passed over.
+        run: the blocks; those of other languages are passed over.
         cleaned: what is compared of a text.
 
     Returns:
-        The names that the shards have defined.
+        The names that the blocks have defined.
     """
     # Dynamo looks the module of a function's names up by its name; ranks in one process have a module each.
     module = ModuleType(f"page_{next(_NUMBERS)}")
@@ -81,13 +81,13 @@ def run_blocks(run: Iterable[Shard_], cleaned: Callable[[str], list[str]] = str.
     printed: list[str] = []
     names = vars(module)
     names["print"] = lambda *words, sep=" ": printed.append(sep.join(map(str, words)))
-    for shard in run:
-        if shard.language == "python":
+    for block in run:
+        if block.language == "python":
             printed.clear()
-            exec(shard.compiled(), names)
-        elif shard.language == "text" and (not dist.is_initialized() or dist.get_rank() == 0):
+            exec(block.compiled(), names)
+        elif block.language == "text" and (not dist.is_initialized() or dist.get_rank() == 0):
             said = "\n".join(printed).partition("\nwhat to do")[0]
-            assert cleaned(said.strip()) == cleaned(shard.source.strip()), (
-                f"{shard.page.name}:{shard.line}, printed:\n{said}"
+            assert cleaned(said.strip()) == cleaned(block.source.strip()), (
+                f"{block.page.name}:{block.line}, printed:\n{said}"
             )
     return names

@@ -330,13 +330,13 @@ def draw_sizes(
 
 
 def _parts(rng: random.Random, size: int, parts: int) -> list[int]:
-    """A way to shard an size: anywhere, torch.chunk's, all in one shard, or with shards of one and empty ones."""
+    """A way to shard a size: anywhere, torch.chunk's, all in one shard, or with shards of one and empty ones."""
     style = rng.randrange(6)
     return list(chunk_sizes(size, parts)) if style == 0 else parts_in_style(rng, size, parts, style - 1)
 
 
 def parts_in_style(rng: random.Random, size: int, parts: int, style: int) -> list[int]:
-    """A way to shard an size: all in one shard (style 0), shards of one and empty ones (1), or anywhere."""
+    """A way to shard a size: all in one shard (style 0), shards of one and empty ones (1), or anywhere."""
     if style == 0:
         sizes = [0] * parts
         sizes[rng.randrange(parts)] = size

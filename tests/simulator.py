@@ -21,7 +21,7 @@ from shardcompile.sharding import GroupPartition, Layout, MeshShape, Partition
 
 Coordinate = tuple[int, ...]
 Array = np.ndarray[Any, Any]
-Shards_ = dict[Coordinate, Array]
+LocalShards = dict[Coordinate, Array]
 DIVISIBLE = 12**3
 """Values that are multiples of it have integer averages over up to three mesh dims of up to four ranks."""
 
@@ -38,7 +38,7 @@ _REDUCE: dict[str, Callable[[Array], Array]] = {
 
 
 def compositions(size: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to divide an size into so many shards, empty ones included."""
+    """All ways to divide a size into so many shards, empty ones included."""
     if parts == 1:
         return [(size,)]
     return [(first, *rest) for first in range(size + 1) for rest in compositions(size - first, parts - 1)]
@@ -59,7 +59,7 @@ def partitions_of(
 
 
 def some_sizes(rng: random.Random, size: int, parts: int, count: int) -> list[tuple[int, ...]]:
-    """Ways to divide an size: everything in the last shard, then random ones."""
+    """Ways to divide a size: everything in the last shard, then random ones."""
     found = [(0,) * (parts - 1) + (size,)]
     for _ in range(count - 1):
         ends = sorted(rng.randint(0, size) for _ in range(parts - 1))
@@ -101,7 +101,7 @@ def groups(layout: Layout, mesh_dims: Sequence[int]) -> Iterator[list[Coordinate
     return iter(found.values())
 
 
-def spread(value: Array, layout: Layout) -> Shards_:
+def spread(value: Array, layout: Layout) -> LocalShards:
     """Shards of a global value; along partial mesh dims random terms that reduce to it."""
     rng = np.random.default_rng(0)
     partial = [(m, p.reduce_op) for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
@@ -130,7 +130,7 @@ def _terms(value: Array, count: int, reduce_op: str, rng: np.random.Generator) -
     return terms[shift:] + terms[:shift]
 
 
-def collect(shards: Shards_, layout: Layout) -> Array:
+def collect(shards: LocalShards, layout: Layout) -> Array:
     """The global value, after checking that copies agree and that every element is somewhere."""
     partial = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
     value = np.zeros([int(s) for s in layout.shape], dtype=int)
@@ -153,7 +153,7 @@ def collect(shards: Shards_, layout: Layout) -> Array:
     return value
 
 
-def run(plan: RedistributionPlan, shards: Shards_) -> tuple[Shards_, list[int]]:
+def run(plan: RedistributionPlan, shards: LocalShards) -> tuple[LocalShards, list[int]]:
     """The shards after a plan, and for each step the bytes that changed rank."""
     moved = []
     at = plan.src
@@ -198,7 +198,7 @@ def _check_what_ranks_are_told(layout: Layout, mesh_dim: int, group: Sequence[Co
         assert told == sizes, f"{c} is told {told}, but the group holds {sizes}"
 
 
-def _all_gather(step: Step, shards: Shards_) -> tuple[Shards_, int]:
+def _all_gather(step: Step, shards: LocalShards) -> tuple[LocalShards, int]:
     dim, out, moved = _shard_dim(step.src, step.mesh_dim), {}, 0
     for group in groups(step.src, [step.mesh_dim]):
         _check_what_ranks_are_told(step.src, step.mesh_dim, group)
@@ -209,7 +209,7 @@ def _all_gather(step: Step, shards: Shards_) -> tuple[Shards_, int]:
     return out, moved
 
 
-def _take_shard(step: Step, shards: Shards_) -> tuple[Shards_, int]:
+def _take_shard(step: Step, shards: LocalShards) -> tuple[LocalShards, int]:
     for group in groups(step.dst, [step.mesh_dim]):
         _check_what_ranks_are_told(step.dst, step.mesh_dim, group)
     return {c: _own_rows(step, c, shards[c]) for c in shards}, 0
@@ -222,13 +222,13 @@ def _own_rows(step: Step, c: Coordinate, shard: Array) -> Array:
     return _within(shard, dim, start, int(step.dst.local_shape(c)[dim]))
 
 
-def _reduced(step: Step, shards: Shards_, group: Sequence[Coordinate]) -> Array:
+def _reduced(step: Step, shards: LocalShards, group: Sequence[Coordinate]) -> Array:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
     return _REDUCE[placement.reduce_op](np.stack([shards[c] for c in group]))
 
 
-def _all_reduce(step: Step, shards: Shards_) -> tuple[Shards_, int]:
+def _all_reduce(step: Step, shards: LocalShards) -> tuple[LocalShards, int]:
     out, moved = {}, 0
     for group in groups(step.src, [step.mesh_dim]):
         whole = _reduced(step, shards, group)
@@ -238,7 +238,7 @@ def _all_reduce(step: Step, shards: Shards_) -> tuple[Shards_, int]:
     return out, moved
 
 
-def _reduce_scatter(step: Step, shards: Shards_) -> tuple[Shards_, int]:
+def _reduce_scatter(step: Step, shards: LocalShards) -> tuple[LocalShards, int]:
     out, moved = {}, 0
     for group in groups(step.src, [step.mesh_dim]):
         _check_what_ranks_are_told(step.dst, step.mesh_dim, group)
@@ -249,7 +249,7 @@ def _reduce_scatter(step: Step, shards: Shards_) -> tuple[Shards_, int]:
     return out, moved
 
 
-def _exchange(step: Step, shards: Shards_) -> tuple[Shards_, int]:
+def _exchange(step: Step, shards: LocalShards) -> tuple[LocalShards, int]:
     """Every rank gets the rows of its new shard from whoever holds them; each exactly once."""
     dims = {_shard_dim(step.src, step.mesh_dim), _shard_dim(step.dst, step.mesh_dim)}
     assert (len(dims) == 2) == (step.kind == "all_to_all_v")
@@ -275,7 +275,7 @@ def _exchange(step: Step, shards: Shards_) -> tuple[Shards_, int]:
     return out, moved
 
 
-_STEPS: dict[str, Callable[[Step, Shards_], tuple[Shards_, int]]] = {
+_STEPS: dict[str, Callable[[Step, LocalShards], tuple[LocalShards, int]]] = {
     "all_gather_v": _all_gather,
     "all_reduce": _all_reduce,
     "reduce_scatter_v": _reduce_scatter,

@@ -75,7 +75,7 @@ def sizes_over_two_dims(stack: contextlib.ExitStack) -> None:
 
 
 def _by_divisors(split: Callable[..., object]) -> staticmethod[..., object]:
-    """Have an size go over a dim of the kernel and the next one where it is a multiple of the first, of any size."""
+    """Have a size go over a dim of the kernel and the next one where it is a multiple of the first, of any size."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 

@@ -201,7 +201,7 @@ def _guarding_plain_sizes(decide: Callable[[object, bool], bool]) -> Callable[[o
 def _is_of_plain_tensors(node: SymNode) -> bool:
     """Whether a condition is about sizes that all ranks share, of which a plain tensor has one.
 
-    Where sharded tensors alone have them, one graph serves an size of 1, too. A difference of maxima, as that of one
+    Where sharded tensors alone have them, one graph serves a size of 1, too. A difference of maxima, as that of one
     row that is sharded off a dim, may always be 1, which no formula tells.
     """
     if node.is_constant() or not node.has_hint():
@@ -270,7 +270,7 @@ def _refuse_a_number(size: SymNode) -> None:
         return
     if any(_is_of_shard(size, symbol) for symbol in size.expr.free_symbols):
         raise errors.UnsupportedOpError(
-            f"a torch kernel asks for an size of a shard, {size.expr}, as a number, but other ranks have other "
+            f"a torch kernel asks for a size of a shard, {size.expr}, as a number, but other ranks have other "
             "numbers. In a compiled function, a write through windows (`unfold`) does so. Write to the tensor itself, "
             "by slices or by an index, or write outside the compiled function"
         )

@@ -5,7 +5,7 @@ the backward pass if there is one. Each size of a sharded result that is a symbo
 
 The second trace may find that a symbol is a number. It learns this from the backward pass: the halves of a `glu` add up
 to its input. Or it learns this from the tracer, which notes the strides of each result, and so asks whether there are
-two elements: if guards say that an size is at most 5, and `x[3:]` has two elements, the size is 5.
+two elements: if guards say that a size is at most 5, and `x[3:]` has two elements, the size is 5.
 
 Then the second trace returns fewer results than the first trace counted. The partitioner takes gradients for results of
 the forward pass ("Node ... was invalid, but is output"). Without a backward pass, a result is taken for a size. DTensor

@@ -356,7 +356,7 @@ OF_A_COMPILATION = (
     Patch(
         "asserts_of_known_sizes",
         "torch._inductor.ir.AssertScalar.__init__",
-        "Generated code compares a size that is known at run time with an size. If the program later specialises the "
+        "Generated code compares a size that is known at run time with a size. If the program later specialises the "
         "size, as a view with a stated size does, or finds it equal to another one, the code names a symbol that "
         "nothing defines.",
         "create_deferred_runtime_asserts writes the expression as it was deferred; backed symbols in it that were "

@@ -170,7 +170,7 @@ LOOKUPS_IN_NO_ROWS = Patch(
     "torch._inductor.lowering.index_impl_helper",
     "A rank looks up rows for other ranks. A rank without rows looks up none, but the number of lookups is known at "
     "run time only, so Inductor refuses to compile.",
-    "The lowering of aten.index raises IndexError for a dim of 0 rows unless an size of the index is the number 0; "
+    "The lowering of aten.index raises IndexError for a dim of 0 rows unless a size of the index is the number 0; "
     "it may be a symbol that is 0 when the graph runs.",
     "2.11 - 2.15",
     lookups_in_no_rows,
@@ -190,7 +190,7 @@ ROWS_OF_GROUPS = Patch(
 BROADCAST_BY_GUARDS = Patch(
     "broadcast_by_guards",
     "torch._inductor.ir.ExpandView.make_reindexer",
-    "An size may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
+    "A size may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
     "reads it at every index: silently wrong values, from outside the tensor.",
     "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
     "2.11 - 2.14",

@@ -44,12 +44,12 @@ def is_shard(source: Source | None) -> bool:
 
 
 def describes_shard(source: Source | None) -> bool:
-    """Whether a number is an size, a stride or an offset of a shard, or the key of a partition."""
+    """Whether a number is a size, a stride or an offset of a shard, or the key of a partition."""
     return getattr(getattr(source, "base", None), "member", None) in (_SHARD, _KEYS)
 
 
 def describes_plain_value(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
-    """Whether a symbol stands for something of an input that is not sharded, such as an size of a plain tensor.
+    """Whether a symbol stands for something of an input that is not sharded, such as a size of a plain tensor.
 
     Also if the trace has found that it is equal to such a symbol.
     """
@@ -191,7 +191,7 @@ class _Symbols:
     def _of_shard(
         self, value: IntLike, source: TensorPropertySource, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Formula:
-        """The symbol for an size of a shard.
+        """The symbol for a size of a shard.
 
         Along a sharded dim it is a new symbol: shards of equal size on this rank may differ in size on others. Along
         another dim it is the whole tensor's symbol. If an earlier call had another layout and another size, Dynamo
@@ -212,7 +212,7 @@ class _Symbols:
         """A new symbol for where a shard starts in its storage.
 
         A shard that is a view of a tensor on every rank (``whole.split(sizes)[rank]``) may start anywhere. Torch takes
-        an offset of 0 or 1 for a constant, and an offset that equals an size for that size. Either happens on some
+        an offset of 0 or 1 for a constant, and an offset that equals a size for that size. Either happens on some
         ranks only.
         """
         if kwargs.get("dynamic_dim") is not DimDynamic.STATIC:  # that of a DTensor is static
@@ -222,7 +222,7 @@ class _Symbols:
 
 
 def _strides_of_few_rows(strides_of: MakeSymbols) -> MakeSymbols:
-    """Torch's function that makes the symbols of strides, which keeps products of sizes where an size is 0 or 1.
+    """Torch's function that makes the symbols of strides, which keeps products of sizes where a size is 0 or 1.
 
     Torch visits strides in ascending order. It takes a stride of 0 or 1 for a constant if it has not yet met the
     size that is a factor of it. A rank that compiles for a shard with no columns would then have to compile again,
@@ -233,7 +233,7 @@ def _strides_of_few_rows(strides_of: MakeSymbols) -> MakeSymbols:
         source: Source, size: Sequence[Formula], known_size: Sequence[int], known_stride: Sequence[int], *rest: object
     ) -> list[Formula]:
         few = 0 in known_size or (1 in known_size and is_shard(source))
-        # An size that is 0 on every rank counts as 1.
+        # A size that is 0 on every rank counts as 1.
         one = [
             dim for dim, dim_size in enumerate(size) if known_size[dim] == 0 and not isinstance(dim_size, sympy.Symbol)
         ]

@@ -24,7 +24,7 @@ Formula: TypeAlias = sympy.Expr
 
 
 def is_one(size: object) -> bool:
-    """Whether an size is the number 1. A symbol is not compared: the answer would become a guard."""
+    """Whether a size is the number 1. A symbol is not compared: the answer would become a guard."""
     return isinstance(size, int) and size == 1
 
 

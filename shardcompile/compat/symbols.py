@@ -33,7 +33,7 @@ Tracer = PythonKeyTracer | _GraphAppendingTracerEx
 def global_sizes(shape: Sequence[IntLike]) -> tuple[Any, ...]:
     """Compute the global sizes of a result again for the graph, see `retrace`. They were computed outside the trace.
 
-    An size of 0 or 1 becomes a number with a guard, as for an input. A dim of size 1 may be broadcast. If a formula
+    A size of 0 or 1 becomes a number with a guard, as for an input. A dim of size 1 may be broadcast. If a formula
     is 0 in this call only, torch (2.11 - 2.15) divides by it: from ``rows * columns == rows`` it concludes that there
     is one column.
     """

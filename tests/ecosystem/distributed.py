@@ -267,7 +267,7 @@ def _fsdp2(how: str = "inside", over: str = "same", sharded: bool = False) -> Ca
 
 
 def _beside_shards(wrapper: str) -> Callable[[Setting], Any]:
-    """Parameters sharded beside plain ones that a wrapper manages: what the refusal names as the way out."""
+    """Sharded parameters beside plain ones that a wrapper manages: what the refusal names as the way out."""
 
     def run(here: Setting) -> Any:
         model: Any = _layers()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from simulator import (
     DIVISIBLE,
     Array,
-    Shards_,
+    LocalShards,
     all_layouts,
     bytes_that_change_rank,
     collect,
@@ -201,7 +201,7 @@ def test_the_simulator_refuses_a_gather_of_the_outer_mesh_dim() -> None:
 
 def test_collect_sees_a_missing_term_and_a_wrong_copy() -> None:
     src = Layout.chunked(MeshShape((2,)), [P], (4,), torch.float32)
-    shards: Shards_ = spread(value_of(src), src)
+    shards: LocalShards = spread(value_of(src), src)
     assert (collect(shards, src) == value_of(src)).all()
     shards[(1,)] = 0 * shards[(1,)]
     assert (collect(shards, src) != value_of(src)).any()

@@ -14,7 +14,7 @@ import torch
 from simulator import (
     DIVISIBLE,
     Array,
-    Shards_,
+    LocalShards,
     all_layouts,
     bytes_that_change_rank,
     collect,
@@ -546,7 +546,7 @@ def check_result(
     rng = np.random.default_rng(1)
     values = [rng.integers(1, 9, x.shape) * DIVISIBLE for x in layouts]
     choice = chosen(layouts, table)
-    inputs: list[Shards_] = []
+    inputs: list[LocalShards] = []
     for plan, value in zip(choice.plans, values, strict=True):
         shards, moved = run(plan, spread(value, plan.src))
         assert sum(moved) == plan.nbytes

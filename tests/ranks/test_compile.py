@@ -425,7 +425,7 @@ def test_shards_that_are_views_at_any_offset_compile_once(backend: str) -> None:
         x = sc.ShardTensor.from_local(full.split(sizes)[rank()], mesh, [Shard(0)], {0: sizes})
         torch.testing.assert_close(run(x).full_tensor(), full - full.mean(0, keepdim=True), **TIGHT)
     same_everywhere(counter.frame_count)
-    assert counter.frame_count <= 2  # an size of 1 has a graph of its own
+    assert counter.frame_count <= 2  # a size of 1 has a graph of its own
 
 
 @pytest.mark.ranks(2, timeout=200, processes=False)
@@ -511,7 +511,7 @@ def test_around_a_graph_break_ops_run_as_they_are() -> None:
 
 @pytest.mark.ranks(3, timeout=300)
 def test_one_function_for_many_placements_compiles_alike_on_every_rank() -> None:
-    """What was a shard's size in one call is an size in the next, and Dynamo remembers which numbers have changed."""
+    """What was a shard's size in one call is a size in the next, and Dynamo remembers which numbers have changed."""
     torch.manual_seed(0)
     mesh, full = mesh_1d(), [torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3)]
 
@@ -550,7 +550,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) -> None:
     mesh, view = mesh_1d(), VIEWS[name]
     run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
-    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [1, 1, 0], [3, 3, 3]):  # and views of an size of 1
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [1, 1, 0], [3, 3, 3]):  # and views of a size of 1
         shape = (sum(sizes), 4) if dim == 0 else (4, sum(sizes))
         full = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         x = sharded(full.detach(), sizes, mesh, dim).requires_grad_()

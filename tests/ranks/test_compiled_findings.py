@@ -36,7 +36,7 @@ FINDINGS = {
         [Input("a0", (2, 2, 12, 6), "S(2)", {0: [8, 4]}, grad=True)],
         ["v0 = F.conv2d(a0, weight(3, 2, 2, 2), stride=2)", "v1 = torch.cat([v0.movedim(1, 3)], 1)"],
     ),
-    "the last chunk has one row, by an size that varies": Finding(
+    "the last chunk has one row, by a size that varies": Finding(
         "aot_eager",
         (2, 2),
         [Input("a0", (2, 7), "R S(1)", {1: [6, 1]}), Input("a1", (5, 2), dtype="float32", seed=211880)],
@@ -129,7 +129,7 @@ FINDINGS = {
         [Input("a0", (7, 3), "S(0)", {0: [2, 0, 5]}), Input("a1", (7, 3), "S(0)", {0: [1, 5, 1]}, grad=True)],
         ["a0.mul_(a1.sin())", "v0 = a0[1:]", "v1 = a1.cos()"],
     ),
-    "an size is one by a formula, and is joined with others": Finding(
+    "a size is one by a formula, and is joined with others": Finding(
         "aot_eager",
         (3,),
         [Input("a0", (4,), "S(0)", {0: [0, 2, 2]}), Input("a1", (4,)), Input("a2", (4,), seed=1037659)],
@@ -175,7 +175,7 @@ FINDINGS = {
         [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)],
         ["v0 = torch.stack([a0, a0], 1)", "v1 = v0 * 2"],
     ),
-    "an assert names an size that another one has replaced": Finding(
+    "an assert names a size that another one has replaced": Finding(
         "shardcompile",
         (4,),
         [
@@ -200,7 +200,7 @@ def _judge(program: Program, backend: str) -> Found:
 
 
 LONG = (
-    "an assert names an size that another one has replaced",
+    "an assert names a size that another one has replaced",
     "a slice that ends behind the last row, of rows that vary",
     "ranks with and without rows of known shards start collectives in one order",
     "a rank without rows sends constants, which are equal",
@@ -294,7 +294,7 @@ NUMBERS: dict[str, Callable[[Any], list[Any]]] = {
     "condition": lambda x: [x * 2 if 4 < x.shape[0] < 6 else x * 3],
     "plain tensor": lambda x: [x + torch.arange(5.0 + (x.shape[0] == 6), dtype=torch.float64)],
 }
-"""Ways for an size to become a number in a trace, by rows of which there are 5 or 6."""
+"""Ways for a size to become a number in a trace, by rows of which there are 5 or 6."""
 
 
 def _by_a_number(way: Callable[[Any], list[Any]]) -> Callable[..., list[Any]]:

@@ -48,7 +48,7 @@ def sharded(full: Tensor, sizes: list[int], mesh: DeviceMesh) -> sc.ShardTensor:
 
 
 def parameters(mesh: DeviceMesh) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters sharded, each partition in its own way, and the same ones whole."""
+    """Sharded parameters, each with a partition of its own, and the same ones replicated."""
     torch.manual_seed(0)
     full = [torch.randn(8, 3, dtype=torch.float64) for _ in PARTITIONS]
     return [nn.Parameter(sharded(f, s, mesh)) for f, s in zip(full, PARTITIONS, strict=True)], [
@@ -102,7 +102,7 @@ def test_a_parameter_meets_inputs_that_are_partition_as_it_is_and_otherwise() ->
         expected.square().sum().backward()
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, **TIGHT)
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
-    assert counter.frame_count == 2  # one for the parameter's sharded, one for all others
+    assert counter.frame_count == 2  # one for the parameter's partition, one for all others
 
 
 def with_parameters_in_shards(net: nn.Sequential, mesh: DeviceMesh) -> None:

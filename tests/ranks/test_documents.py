@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from pages import DOCS, run_blocks, shards
+from pages import DOCS, code_blocks, run_blocks
 from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -243,7 +243,7 @@ def test_partitions_by_hand() -> None:
         sc.balanced_partition([-3], 2)
 
 
-GUIDE = shards(DOCS / "long-sequences.md")
+GUIDE = code_blocks(DOCS / "long-sequences.md")
 
 
 @pytest.mark.ranks(4, processes=False)

@@ -213,7 +213,7 @@ NO_ROWS = ["a[9:, 1:]", "torch.cat([a[9:, 1:], a[:, 1:]])", "a[3:-9, 1:].flip(0)
 @pytest.mark.parametrize(("line", "dim"), often([(line, dim) for line in NO_ROWS for dim in (0, 1)], 2))
 @pytest.mark.ranks(3, processes=False)
 def test_no_rows_of_columns_that_vary(line: str, dim: int) -> None:
-    """An size that is a formula, and 0 on this call, is no formula: torch would divide by it."""
+    """A size that is a formula, and 0 on this call, is no formula: torch would divide by it."""
     function = once(lambda: eval(f"lambda a: {line}", {"torch": torch}))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     before = once(graphs_compiled)
@@ -458,7 +458,7 @@ def test_reductions_that_plain_pytorch_refuses(line: str, layout: str) -> None:
 
 
 def test_the_gradient_of_a_product_leaves_sizes_open() -> None:
-    """It has a cumulative product, which would make a number of an size that the forward graph has given away."""
+    """It has a cumulative product, which would make a number of a size that the forward graph has given away."""
     lines = ["v0 = a0.prod(-1)", "v1 = a0.cummin(1)[0]"]
     assert found(lines, [Input("a0", (4, 6), "R", grad=True)], (2,), "aot_eager").kind == RIGHT
 
@@ -477,7 +477,7 @@ def test_a_diagonal_of_a_view_is_written_to_in_a_graph(line: str, write: str) ->
 
 @pytest.mark.parametrize("sizes", often([[0, 1, 0], [0, 0, 1]], 1))
 def test_a_partition_that_a_program_knows_has_no_graph_of_its_own(sizes: list[int]) -> None:
-    """Half of what torch.chunk partitions is sharded in a known way, which an input's sharded may be, or not."""
+    """Half of a chunked tensor has a static partition, which may equal an input's partition, or not."""
     inputs = [Input("a0", (1, 2), "S(0)", {0: sizes}, grad=True)]
     lines = ['v0 = to(a0.expand([2, -1]), "S(0)")', "v1 = v0.chunk(2, 0)[-1]", "v2 = torch.stack([v1, a0], 2)"]
     assert found(lines, inputs, backend="aot_eager").kind == RIGHT

@@ -96,7 +96,7 @@ def test_rows_are_taken_and_added(shape: tuple[int, ...]) -> None:
 def one_graph(backend: str, cases: Iterator[Case]) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     check(compiled, next(cases), mesh())
-    check(compiled, next(cases), mesh())  # an size that changes compiles once more, as everywhere
+    check(compiled, next(cases), mesh())  # a size that changes compiles once more, as everywhere
     before = once(graphs_compiled)
     for of in cases:
         check(compiled, of, mesh())

@@ -58,7 +58,7 @@ def partition(full: Tensor, sizes: list[int]) -> Any:
     return sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes})
 
 
-class Shard_(nn.Module):
+class MessagePassing(nn.Module):
     """A step of MeshGraphNet (Pfaff et al., "Learning Mesh-Based Simulation with Graph Networks", 2021)."""
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class MeshGraphNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.shards = nn.ModuleList([Shard_(), Shard_()]).double()
+        self.steps = nn.ModuleList([MessagePassing(), MessagePassing()]).double()
 
     def forward(self, x: Any, source: Any, target: Any) -> Any:
         e = x.index_select(0, source) - x.index_select(0, target)
-        for shard in self.shards:
-            x, e = shard(x, e, source, target)
+        for step in self.steps:
+            x, e = step(x, e, source, target)
         return x
 
 
@@ -131,7 +131,7 @@ def test_one_graph_serves_every_partition_and_every_index(backend: str, kind: st
     if backend:
         run = torch.compile(run, fullgraph=True, backend=backend)
     step(run, GRAPHS[0], parameters)
-    step(run, GRAPHS[1], parameters)  # an size that changes compiles once more, as everywhere
+    step(run, GRAPHS[1], parameters)  # a size that changes compiles once more, as everywhere
     before = once(graphs_compiled)
     for of in GRAPHS[2:]:
         step(run, of, parameters)

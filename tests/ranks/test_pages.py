@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import DOCS, Shard_, run_blocks, shards, without_versions_and_places
+from pages import DOCS, CodeBlock, code_blocks, run_blocks, without_versions_and_places
 from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -28,27 +28,27 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def by_aot_eager(page: str) -> list[Shard_]:
-    """The shards of a page; what they compile by our backend is compiled in a tenth of the time."""
-    return [replace(b, source=b.source.replace('"shardcompile"', '"aot_eager"')) for b in shards(DOCS / page)]
+def by_aot_eager(page: str) -> list[CodeBlock]:
+    """The code blocks of a page; what they compile by our backend is compiled in a tenth of the time."""
+    return [replace(b, source=b.source.replace('"shardcompile"', '"aot_eager"')) for b in code_blocks(DOCS / page)]
 
 
-def code_and_text(page: str) -> list[Shard_]:
-    return [shard for shard in by_aot_eager(page) if shard.language in ("python", "text")]
+def code_and_text(page: str) -> list[CodeBlock]:
+    return [block for block in by_aot_eager(page) if block.language in ("python", "text")]
 
 
 @pytest.mark.nightly  # README's example, which is much the same, runs on every push
 @pytest.mark.ranks(2, processes=False, timeout=300)
 def test_first_model() -> None:
-    run_blocks(shards(DOCS / "first-model.md"), cleaned=without_versions_and_places)
+    run_blocks(code_blocks(DOCS / "first-model.md"), cleaned=without_versions_and_places)
 
 
 def test_looking_inside() -> None:
-    run_blocks(shards(DOCS / "looking-inside.md"))["test_communication"]()
+    run_blocks(code_blocks(DOCS / "looking-inside.md"))["test_communication"]()
 
 
 def test_install() -> None:
-    run_blocks(shards(DOCS / "install.md"))
+    run_blocks(code_blocks(DOCS / "install.md"))
 
 
 PHYSICS = code_and_text("physics.md")
@@ -98,19 +98,19 @@ def test_physics_informed_loss(compiled: bool, float64: None) -> None:
 
 @pytest.mark.ranks(3, processes=False)
 def test_troubleshooting() -> None:
-    run_blocks(shards(DOCS / "troubleshooting.md"), cleaned=str.split)  # the page breaks lines
+    run_blocks(code_blocks(DOCS / "troubleshooting.md"), cleaned=str.split)  # the page breaks lines
 
 
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("page", ["from-dtensor.md", "from-physicsnemo.md"])
 def test_coming_from(page: str) -> None:
-    run_blocks(shards(DOCS / page))
+    run_blocks(code_blocks(DOCS / page))
 
 
 @pytest.mark.nightly
 @pytest.mark.ranks(4, processes=False)
 def test_routing(float64: None) -> None:
-    names = run_blocks(shards(DOCS / "routing.md"))
+    names = run_blocks(code_blocks(DOCS / "routing.md"))
     tokens, gate, weights, sizes = torch.rand(7, 3), torch.rand(3, 16), torch.rand(16, 3, 3), [4, 0, 1, 2]
     mesh = init_device_mesh("cpu", (4,))
     own = weights[4 * rank() : 4 * rank() + 4]
@@ -135,7 +135,7 @@ def test_routing(float64: None) -> None:
 
 @pytest.mark.ranks(4, mesh=(2, 2), processes=False)
 def test_nodes_of_the_routing_page() -> None:
-    names = run_blocks(shards(DOCS / "routing.md"))
+    names = run_blocks(code_blocks(DOCS / "routing.md"))
     mesh = init_device_mesh("cpu", (2, 2))
     rows, _ = names["by_nodes"](torch.full((2, 1), rank()), torch.tensor([3, rank()]), mesh)
     assert rows.sharding.partitions[0].sizes == (1, 1, 1, 5)
@@ -144,7 +144,7 @@ def test_nodes_of_the_routing_page() -> None:
 
 @pytest.mark.ranks(3, processes=False)
 def test_graph_layers_of_the_routing_page() -> None:
-    names = run_blocks(shards(DOCS / "routing.md"))
+    names = run_blocks(code_blocks(DOCS / "routing.md"))
     draw = torch.Generator().manual_seed(0)
     nodes = torch.randn(7, 3, dtype=torch.float64, generator=draw)
     weights = [torch.randn(6, 3, dtype=torch.float64, generator=draw) for _ in range(2)]

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pages import ROOT, run_blocks, shards
+from pages import ROOT, code_blocks, run_blocks
 from torch import nn
 
 from shardcompile.testing import rank
 
 README = ROOT / "README.md"
-EXAMPLE = [shard for shard in shards(README) if shard.language in ("python", "text")]
+EXAMPLE = [block for block in code_blocks(README) if block.language in ("python", "text")]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def losses_of_plain_pytorch() -> Iterator[tuple[int, int, float]]:
 
 
 def test_the_losses_are_those_of_plain_pytorch() -> None:
-    (printed,) = (shard.source for shard in EXAMPLE if shard.language == "text")
+    (printed,) = (block.source for block in EXAMPLE if block.language == "text")
     told = re.findall(r"step (\d+): (\d+) rows, loss ([\d.]+)", printed)
     assert told == [(str(step), str(rows), f"{loss:.3f}") for step, rows, loss in losses_of_plain_pytorch()]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, run_blocks, shards
+from pages import DOCS, code_blocks, run_blocks
 from torch import nn
 
-SHARDS = shards(DOCS / "recipes.md")
+SHARDS = code_blocks(DOCS / "recipes.md")
 COMMON, HEADINGS = "The model and the data", [shard.heading for shard in SHARDS if shard.language == "python"]
 PROCESSES = ["DDP", "Lightning", "Accelerate"]  # one state of torch's for all threads
 THREADS = [heading for heading in HEADINGS if heading not in [COMMON, *PROCESSES]]

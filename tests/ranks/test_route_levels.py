@@ -95,7 +95,7 @@ def test_rows_go_and_come_back(copies: int | None) -> None:
 def test_one_graph_serves_every_routing(backend: str, count: int) -> None:
     on = nodes(2, 2)
     compiled = torch.compile(step, fullgraph=True, backend=graph_after_passes() if backend == "passes" else backend)
-    for seed in range(2):  # an size that changes compiles once more, as everywhere
+    for seed in range(2):  # a size that changes compiles once more, as everywhere
         check(compiled, on, *drawn(4, seed, 2))
     before = once(graphs_compiled)
     for seed in range(2, count):

@@ -105,7 +105,7 @@ def one_graph(backend: str, cases: Iterator[Case]) -> None:
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     first = next(cases)
     check(compiled, first, mesh())
-    check(compiled, next(cases), mesh())  # an size that changes compiles once more, as everywhere
+    check(compiled, next(cases), mesh())  # a size that changes compiles once more, as everywhere
     before = once(graphs_compiled)
     for of in cases:
         check(compiled, of, mesh())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import DOCS, run_blocks, shards
+from pages import DOCS, code_blocks, run_blocks
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +27,7 @@ def float64() -> Iterator[None]:
 
 
 def script() -> dict[str, Any]:
-    return run_blocks([shard for shard in shards(DOCS / "training.md") if shard.language == "python"])
+    return run_blocks([block for block in code_blocks(DOCS / "training.md") if block.language == "python"])
 
 
 def train(mesh: DeviceMesh, epochs: int, folder: Path, backend: str) -> tuple[list[Any], list[float]]:
