@@ -11,7 +11,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.ops.registry import register, state
 from shardcompile.ops.strategy import OpCall, Strategy, along
-from shardcompile.ops.view.reshape import WholeRows
+from shardcompile.ops.view.reshape import WholeRows, merged_partition
 from shardcompile.ops.view.rule import LocalShape
 from shardcompile.sharding import IntLike, Layout, Partition
 
@@ -29,13 +29,8 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     if old_size < new_size:
         count = new_size // old_size
         whole_rows = WholeRows(count, layout.shape[last] // count)
-        merged = functools.partial(_merged_partition, count)
+        merged = functools.partial(merged_partition, count)
         yield along([last], [last], merged, functools.partial(whole_rows.shard_like, merged, layout.mesh))
-
-
-def _merged_partition(count: int, partition: Partition) -> Partition | None:
-    """The partition after each `count` elements become one; None if some of these are on several ranks."""
-    return partition.unscaled(count)
 
 
 def _kernel(x: Tensor, dtype: torch.dtype, shape: Sequence[IntLike]) -> Tensor:

@@ -93,7 +93,8 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         yield from (along([d], [d]) for d, (a, b) in enumerate(zip(src, dst, strict=False)) if a is b or a == b)
         yield from (partial([op], [op]) for op in REDUCE_OPS)
         return
-    if any(isinstance(e, int) and e == -1 for e in dst):
+    inferred = next((d for d, e in enumerate(dst) if isinstance(e, int) and e == -1), None)
+    if inferred is not None:
         dst = resolved_shape(dst, _numel(src))
     dst = [1 if not isinstance(e, int) and compat.statically_known_true(e == 1) else e for e in dst]
     if any(isinstance(e, int) and e == 0 for e in dst):
@@ -101,10 +102,12 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     for ins, outs in _merge_unit_dims(match_dims(src, dst)):
         if is_one(src[ins[0]]):
             # Any output dim would do. The nearest one keeps the layout of a view to the same shape, and the order of
-            # sharded dims: if a view exchanged two shard sizes, its fake kernel would take them for one size.
+            # sharded dims: if a view exchanged two shard sizes, its fake kernel would take them for one size. One input
+            # dim becomes the inferred one (-1), as it does in a trace, where its size is a symbol.
             last = max(len(ins) - 1, 1)
             for n, i in enumerate(ins):
-                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: _distance(n / last, outs, j)))
+                at = outs.index(inferred) / max(len(outs) - 1, 1) if len(ins) == 1 and inferred in outs else n / last
+                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: _distance(at, outs, j)))
         else:
             yield from _view_group(call, dst, ins, outs)
     yield from (partial([op], [op]) for op in REDUCE_OPS)
@@ -254,10 +257,23 @@ def _through_view(
     out = flat.unscaled(dst_sides[1])
     if out is None or (not is_one(out.runs) and not allows_segments):
         return None
-    if partition.kind != "fixed" and not compat.divides(dst_sides[1] * flat.runs, flat.scale):
-        # The sizes happen to be multiples. A trace does not know them, and `WholeRows` needs as many groups as ranks.
-        return None if compat.size_hint(out.size) < math.prod(out.parts) else out
-    return out
+    return None if _only_by_chance(partition, dst_sides[1] * flat.runs, flat.scale, out) else out
+
+
+def merged_partition(count: int, partition: Partition) -> Partition | None:
+    """Returns the partition after each `count` rows became one; None if some of these are on several ranks."""
+    out = partition.unscaled(count)
+    return None if out is None or _only_by_chance(partition, count, partition.scale, out) else out
+
+
+def _only_by_chance(partition: Partition, count: IntLike, scale: IntLike, out: Partition) -> bool:
+    """Whether eager code must not use that all shard sizes are multiples of `count`.
+
+    A trace does not know that unless `count` divides the scale, and would use `WholeRows`, which needs as many groups as
+    ranks.
+    """
+    known = partition.kind == "fixed" or compat.divides(count, scale)
+    return not known and compat.size_hint(out.size) < math.prod(out.parts)
 
 
 register([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _view, local_shape_at(1))
