@@ -28,7 +28,7 @@ from shardcompile.testing.rendezvous import RendezvousError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fuzz import REFUSED, RIGHT, draw, judge
+from fuzz import FINE, draw, judge
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -272,7 +272,7 @@ def test_nothing_is_made_without_a_kernel() -> None:
             program = draw(seed)
             if program.mesh in ((2,), (3,)):
                 found = judge(two if program.ranks == 2 else three, program)
-                assert found.kind in (RIGHT, REFUSED), f"{found}\n{program}"
+                assert found.kind in FINE, f"{found}\n{program}"
 
 
 def test_the_kernel_of_an_op_sees_no_shard_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:

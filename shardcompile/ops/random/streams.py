@@ -83,6 +83,8 @@ def _seeded(op: OpOverload) -> OpOverload:
     name = "seeded_" + re.sub(r"\W", "_", op.name())
     arguments, returns = str(op._schema).split("(", 1)[1].rsplit(" -> ", 1)
     arguments = _GENERATOR.sub("", arguments.rsplit(")", 1)[0]).rstrip(" ,*")
+    # Inductor makes an `inspect.Signature` of the schema, in which a name must not be a keyword of Python.
+    arguments = re.sub(r"\bfrom\b", "from_", arguments)
     _LIBRARY.define(f"{name}(Tensor seed, str[] group_names, {arguments}) -> {returns}", tags=_TAGS)
     generator_name = next((a.name for a in op._schema.arguments if _is_generator(a)), None)
     record = record_of(op)

@@ -13,7 +13,7 @@ from shardcompile.ops.registry import register, state
 from shardcompile.ops.strategy import OpCall, Strategy, along
 from shardcompile.ops.view.reshape import WholeRows, merged_partition
 from shardcompile.ops.view.rule import LocalShape
-from shardcompile.sharding import IntLike, Layout, Partition
+from shardcompile.sharding import IntLike, Layout
 
 aten = torch.ops.aten
 

@@ -269,8 +269,8 @@ def merged_partition(count: int, partition: Partition) -> Partition | None:
 def _only_by_chance(partition: Partition, count: IntLike, scale: IntLike, out: Partition) -> bool:
     """Whether eager code must not use that all shard sizes are multiples of `count`.
 
-    A trace does not know that unless `count` divides the scale, and would use `WholeRows`, which needs as many groups as
-    ranks.
+    A trace does not know that unless `count` divides the scale, and would use `WholeRows`, which needs as many groups
+    as ranks.
     """
     known = partition.kind == "fixed" or compat.divides(count, scale)
     return not known and compat.size_hint(out.size) < math.prod(out.parts)
