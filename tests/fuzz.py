@@ -531,7 +531,7 @@ def run_compiled_on_rank(
             values = run(*leaves.values())
             near = _nearness(program)
             other = _other_layouts(program, function, mesh, values) if number == 0 else other
-            if other is not None and not _has_data_dependent_size(program.lines, other.partition(":")[0]):
+            if other is not None and not _can_be_other(program.lines, other):
                 return End("layouts", stage, other)
             for name, got in {**values, **leaves}.items():
                 _compare_value(name, got, want, near, compiled=True)
@@ -547,19 +547,29 @@ def run_compiled_on_rank(
 
 
 _DATA_DEPENDENT = re.compile(r"nonzero|argwhere|masked_select|unique|torch\.where\([^,]*\)|\[.*>")
+"""Sizes that data decides: a trace estimates them where it chooses among strategies, and eager code knows them."""
+_DIVIDED = re.compile(r"view\(|view_as_complex|reshape|flatten")
+"""Views: a trace gathers where only eager code knows that the size of a dim can be divided."""
+_OTHERWISE_DECOMPOSED = re.compile(r"dropout\(\w+, 1\.0\)")
+"""What torch makes of other ops in a trace than in eager code: a product with zeros is `native_dropout` there."""
 
 
-def _has_data_dependent_size(lines: Sequence[str], name: str) -> bool:
-    """Whether data may decide a size of a result or of what it was computed from.
+def _can_be_other(lines: Sequence[str], other: str) -> bool:
+    """Whether a trace does not know what eager code knows when it chooses the layout of a result.
 
-    A trace estimates such a size where it chooses among strategies, and eager code knows it.
+    Args:
+        lines: the program.
+        other: what `_other_layouts` returned.
     """
+    name, _, layouts = other.partition(": ")
+    gathered = layouts.count("S(", layouts.index("compiled")) < layouts.count("S(", 0, layouts.index("compiled"))
+    kinds = [_DATA_DEPENDENT, _OTHERWISE_DECOMPOSED, *([_DIVIDED] if gathered else [])]
     wanted = {name}
     for line in reversed(lines):
         code = line.partition("  # if ")[0]
         results, _, expression = code.partition(" = ")
         if wanted & names_in(results):
-            if _DATA_DEPENDENT.search(expression):
+            if any(kind.search(expression) for kind in kinds):
                 return True
             wanted |= names_in(expression)
     return False
@@ -612,15 +622,11 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if backend is None:
-            expected = program.expect()
-            found = _judge_eager(ranks, program, expected)
-        else:
-            programs = [program, *others(program)]
-            wanted = [p.expect(True) for p in programs]
-            found = _together(ranks(run_compiled_on_rank, programs, wanted, backend, timeout=300))
+        programs = [program] if backend is None else [program, *others(program)]
+        wanted = [p.expect(backend is not None) for p in programs]
+        found = _judge(ranks, programs, wanted, backend)
     if backend is not None and found.kind in ("internal", "wrong"):
-        call = int(found.stage.removeprefix("call ")) if found.stage.startswith("call") else 0
+        call = _call(found)
         if found.kind == "internal" and not _compiles_plain(programs[call], wanted[call], backend):
             return Found(REFUSED, "plain PyTorch does not compile it", found.text)
         if found.kind == "internal" and not all(_compiles_copies(d, backend) for d in _dtypes_in(program.lines)):
@@ -630,21 +636,30 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
     return found
 
 
-def _judge_eager(ranks: LocalRanks, program: Program, expected: Expected) -> Found:
-    """Of an eager run.
+def _call(found: Found) -> int:
+    return int(found.stage.removeprefix("call ")) if found.stage.startswith("call ") else 0
 
-    Where torch's fake kernel and its kernel store a result differently, as they may where a size is 1, either is
-    right: the former stores it so in compiled functions.
+
+def _judge(ranks: LocalRanks, programs: Sequence[Program], wanted: list[Expected], backend: str | None) -> Found:
+    """Of a run. Changes `wanted` where torch's fake kernel and its kernel store a result differently.
+
+    They may where a size is 1, and for results of random ops (2.13). Either is right: the former stores a result so in
+    compiled functions.
     """
-    found = _together(ranks(run_on_rank, program, expected, timeout=60))
-    fake: dict[str, tuple[int, ...]] = {}
+
+    def run() -> Found:
+        if backend is None:
+            return _together(ranks(run_on_rank, programs[0], wanted[0], timeout=60))
+        return _together(ranks(run_compiled_on_rank, programs, wanted, backend, timeout=300))
+
+    found = run()
     while told := re.match(r"(\w+): strides ", found.text if found.kind == "wrong" else ""):
-        fake = fake or program.strides_by_fake_kernels()
-        name = told[1]
+        name, call = told[1], _call(found)
+        expected, fake = wanted[call], programs[call].strides_by_fake_kernels()
         if fake.get(name, expected.strides[name]) == expected.strides[name]:
             break
-        expected = dataclasses.replace(expected, strides={**expected.strides, name: fake[name]})
-        found = _together(ranks(run_on_rank, program, expected, timeout=60))
+        wanted[call] = dataclasses.replace(expected, strides={**expected.strides, name: fake[name]})
+        found = run()
     return found
 
 

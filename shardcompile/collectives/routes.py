@@ -215,6 +215,8 @@ def first_rows(x: Tensor, count: IntLike) -> Tensor:
         # would take `count` for 0 on all ranks.
         return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
     torch._check(count <= x.shape[0])
+    if compat.is_unbacked(x.shape[0]):  # the length of a slice would be a formula, to which `count` is not bound
+        return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
     return x.narrow(0, 0, count).clone()
 
 

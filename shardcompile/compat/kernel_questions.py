@@ -49,9 +49,9 @@ def ones_in_kernels_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def _asking_hints(decide: Decide) -> Decide:
-    """Answer C++ kernels that ask whether a shard has 0 or 1 rows by hints, which all ranks share.
+    """Answer kernels and torch's formulas that ask whether a shard has 0 or 1 rows by hints, which all ranks share.
 
-    Where only a run gives the number of rows, kernels and torch's formulas in Python get the answer for many rows.
+    Where only a run gives the number of rows, they get the answer for many rows.
     """
 
     def answered(node: SymNode, file: str, line: int) -> bool:
@@ -63,12 +63,11 @@ def _asking_hints(decide: Decide) -> Decide:
         return decide(node, file, line)
 
     def decided(node: SymNode, file: str, line: int) -> bool:
-        in_cpp = file.endswith(_COMPARED_IN_CPP)
-        if not in_cpp and not (file == "" and _is_asked_by_formulas()):
+        if not file.endswith(_COMPARED_IN_CPP) and not (file == "" and _is_asked_by_formulas()):
             return answered(node, file, line)
         if _whether_few_late_rows(node):
             return _for_many_rows(node)
-        shared = _beside_few_rows(node) if in_cpp else None
+        shared = _beside_few_rows(node)
         if shared is None:
             return answered(node, file, line)
         env = _shape_env(node)

@@ -191,6 +191,58 @@ FINDINGS = {
             "v14 = torch.gt(v13, a2)  # if away(v13 - a2, 0)",
         ],
     ),
+    "a view of one element, which a mask kept, is sharded where -1 stands": Finding(
+        "aot_eager",
+        (2,),
+        [Input("a0", (1, 1), "S(1)", {0: [1, 0]}, seed=26405)],
+        [
+            "v0 = a0.abs() + 1",
+            "v1 = v0.masked_select((v0.detach().amax([0]) > 0.1))  # if away(v0.detach().amax([0]), 0.1)",
+            "v2 = v1.view([1, -1])",
+            "v3 = v2.abs().clamp(max=100)",
+        ],
+    ),
+    "rows that happen to come in pairs are merged where there are few": Finding(
+        "aot_eager",
+        (2, 2),
+        [Input("a0", (3,), "P(sum) S(0)", {1: [3, 0]}, grad=True, seed=146717)],
+        [
+            *("v0 = a0.unfold(0, 2, 1).mean(-1)", "v4 = v0.view(torch.complex128).view(torch.float64)"),
+            *("v9 = torch.cat([v4 * 2, v4], -1)", "v12 = torch.cat([v9, v4, v9], 0)"),
+        ],
+    ),
+    "a mask keeps rows of a count that a formula gives": Finding(
+        "aot_eager",
+        (3,),
+        [
+            Input("a0", (1, 2, 5), "P(sum)", seed=468033),
+            Input("a1", (1, 2, 5), "S(0)", {0: [0, 1, 0]}, grad=True, seed=241979),
+        ],
+        [
+            *("v0 = a1[:, :, :a1.shape[2] // 3]", 'v1 = to(v0, "S(1)")', "v8 = a0.unfold(-1, 2, 1).mean(-1)"),
+            'v9 = to(v8, "S(1)")',
+            "v10 = v9[:, (v9.detach().amax([0]) > 0.1)]  # if away(v9.detach().amax([0]), 0.1)",
+        ],
+    ),
+    "a transform in Python asks a rank without rows whether its shard is empty": Finding(
+        "aot_eager",
+        (2, 2),
+        [
+            Input("a0", (6, 2, 6), "S(1) P(sum)", {0: [2, 0]}, grad=True, seed=740799),
+            Input("a1", (6, 2, 1), "S(0) P(sum)", {0: [6, 0]}, grad=True, seed=253221, inferred=True),
+            Input("a2", (6, 2, 6), "S(1) R", {0: [1, 1]}, seed=91938),
+        ],
+        [
+            "v0 = a0.view(torch.complex128).view(torch.float64)",
+            "v1 = (weight(6, 2) > 0.2).nonzero()",
+            "v2 = torch.fft.fftn(a2, s=[1, 2, 6], dim=[0, 1, 2], norm=None).real * 2",
+            *("v3 = v0 + a0", "v4 = v3.softmax(0)"),
+            "v5 = torch.fft.fftshift(torch.fft.fft(v4, dim=2, norm=None)).imag * 2",
+            "v6, v7 = torch.std_mean(v5, [2, 0, -2], keepdim=True)  # if away(v5.std([2, 0, -2]), 0)",
+            *("v8 = v5[-5:, 4:4]", "v9 = v7.sum()", "v10 = torch.stack([v7, v6], 3)"),
+            "v10[torch.tensor([0], dtype=torch.int64)] = 0.5",
+        ],
+    ),
 }
 
 
@@ -205,6 +257,7 @@ LONG = (
     "ranks with and without rows of known shards start collectives in one order",
     "a rank without rows sends constants, which are equal",
     "a largest row that comes back from its integers is written to",
+    "a transform in Python asks a rank without rows whether its shard is empty",
 )
 """Findings that take longest, up to half a minute each."""
 

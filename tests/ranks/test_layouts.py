@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from op_cases import FAMILIES
 from op_check import Case, fill, laid_out, single_placements
 from tiers import often
+from zoo.piled_up import MAX_GROWTH
 
 import shardcompile as sc
 from shardcompile import ShardTensor
@@ -28,9 +29,6 @@ from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, Way, seed_of
 from shardcompile.testing.trial import largest_share
-
-MAX_GROWTH = 1.5
-"""How much larger, against an even division, the largest shard of a result may be than those of the inputs."""
 
 ASKED_FOR = {
     "joins/split": "a slice stays where its rows are",

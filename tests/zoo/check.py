@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardcompile.inspect import GraphReport, Report, explain
 from shardcompile.testing import once, rank
 from zoo.double_steps import IN_DOUBLE, steps_in_double
 from zoo.entry import Entry, Reading
+from zoo.piled_up import ASKED_FOR, LargestShards
 
 
 def _partitions(entry: Entry) -> list[list[int]]:
@@ -94,14 +96,17 @@ def compare(entry: Entry, backend: str | None = None, partitions: int = 5) -> No
         out, gradients = once(lambda n=n: _expected(entry, n, in_double))
         model.zero_grad()
         inputs = _sharded(entry, _full(entry, n), sizes, mesh)
-        with steps_in_double(in_double):
+        shards = LargestShards([*inputs, *model.parameters()])
+        with steps_in_double(in_double), shards if backend is None else nullcontext():
             got = run(*inputs)
         if backend is not None and sizes == _partitions(entry)[0]:
             _same_layout(model, inputs, got)
         whole = got.full_tensor() if isinstance(got, sc.ShardTensor) else got
         told = f"rank {rank()}, blocks {sizes}"
         _close(whole, out, entry, f"{told}: output")
-        (whole * _weight(whole)).sum().backward()
+        with shards if backend is None else nullcontext():
+            (whole * _weight(whole)).sum().backward()
+        assert not shards.found or entry.name in ASKED_FOR, f"{told}: rows pile up, {shards.found}"
         for name, p in model.named_parameters():
             want = gradients[name]
             if want is not None:
