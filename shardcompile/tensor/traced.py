@@ -40,6 +40,18 @@ _T = TypeVar("_T", bound="Traced")
 _UNMARKED = AttributeError("no dim of this tensor is dynamic")
 
 
+def _with_small_sizes(local: Tensor, spec: Spec) -> Tensor:
+    """Returns a local shard whose sizes are 0 or 1 where those of whole dims are.
+
+    A global size of 0 or 1 is a number in a trace. In the shard it may still be a formula, such as ``s // 2``, which an
+    op would not broadcast.
+    """
+    for dim, (size, partition) in enumerate(zip(spec.shape, spec.layout.partitions, strict=True)):
+        if partition is None and isinstance(size, int) and size < 2 and isinstance(local.shape[dim], torch.SymInt):
+            local = local.select(dim, 0).unsqueeze(dim) if size else local.narrow(dim, 0, 0)
+    return local
+
+
 class _LocalShard:
     """The descriptor of `_local_tensor`, for shards that are not set on construction.
 
@@ -82,6 +94,7 @@ class Traced(Sharded):
         """Creates the inner tensor that carries the keys; while tracing that happens along with the result."""
         compat.note_trace()
         compat.keep_first_proxies()
+        self._local_tensor = _with_small_sizes(self._local_tensor, self._spec)
         self._spec = with_shard_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
         metadata = metadata_of(layout)

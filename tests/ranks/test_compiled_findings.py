@@ -211,6 +211,15 @@ FINDINGS = {
             *("v9 = torch.cat([v4 * 2, v4], -1)", "v12 = torch.cat([v9, v4, v9], 0)"),
         ],
     ),
+    "a size that is 1 by a formula is broadcast": Finding(
+        "aot_eager",
+        (2, 2),
+        [Input("a0", (6, 3, 2), "P(sum) S(2)", {1: [0, 2]}, seed=599842)],
+        [
+            *("v1 = F.unfold(a0, (2, 2), padding=0, stride=2)", "v4 = F.linear(v1, weight(4, 1).to(v1.dtype))"),
+            "v7 = v4 + v1",
+        ],
+    ),
     "a mask keeps rows of a count that a formula gives": Finding(
         "aot_eager",
         (3,),
