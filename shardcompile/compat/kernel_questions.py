@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -211,6 +212,17 @@ def _is_of_plain_tensors(node: SymNode) -> bool:
     if node.expr.has(Max):
         return True
     return any(describes_plain_value(_shape_env(node), symbol) for symbol in symbols)
+
+
+def guards_of_cached_code(stack: contextlib.ExitStack) -> None:
+    known: dict[str, object] = symbolic_shapes.SYMPY_INTERP  # 2.11 - 2.15
+    for name, of_two in (("min", torch.sym_min), ("max", torch.sym_max)):
+        known[name] = functools.partial(_of_all, of_two)
+        stack.callback(known.pop, name)
+
+
+def _of_all(of_two: Callable[[IntLike, IntLike], IntLike], *sizes: IntLike) -> IntLike:
+    return functools.reduce(of_two, sizes)
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:

@@ -21,6 +21,7 @@ from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING
 from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
+    guards_of_cached_code,
     ones_in_kernels_by_hint,
     plain_sizes_are_guarded,
     sizes_stay_symbols,
@@ -231,6 +232,18 @@ OF_A_COMPILATION = (
         "size, and unbind() of that keeps the dim.",
         "2.11 - 2.15",
         plain_sizes_are_guarded,
+    ),
+    Patch(
+        "guards_of_cached_code",
+        "torch.fx.experimental.symbolic_shapes.SYMPY_INTERP",
+        "When Inductor's cache has a graph, torch evaluates its guards as Python code, in which `min` compares "
+        "symbols: a guard on a minimum becomes two that may leave one value, and the size becomes a number. A rank that "
+        "has loaded its forward graph gets another backward graph than one that has compiled it, and other "
+        "collectives.",
+        "FxGraphCache._lookup_graph evaluates guards_expr by the builtin min and max, so that a cache hit specialises "
+        "what a miss does not: ((min(4, s) + 1) // 2) == 1 makes s a 2. torch.sym_min would keep the formula.",
+        "2.11 - 2.15",
+        guards_of_cached_code,
     ),
     Patch(
         "sizes_stay_symbols",

@@ -570,6 +570,24 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (6,), "S(0)", {0: [0, 6, 0]}), Input("a1", (6,))],
         3,
     ),
+    "guards_of_cached_code": Fuzzed(
+        [
+            *("v0 = a2 / (a0.abs() + 0.5)  # if away(a0, 0)", "v1 = torch.lerp(v0, a2.to(v0.dtype), 0.3)"),
+            *('v2 = to(a2, "S(1)")', "v3 = torch.view_as_real(torch.fft.rfftn(a2, s=[2, 1], dim=[1, 0], norm=None))"),
+            *("v4 = whole(v1)", "v5 = torch.cdist(v1, v1 + 1)", "v6 = (a2 > 0).any([0, -1], False)  # if away(a2, 0)"),
+            *("v7 = torch.cat([a1, v1, a1], -2)", "v8 = v2 @ a1", "v9 = v0.prod(1)"),
+            "v10 = v9 / (a2.abs() + 0.5)  # if away(a2, 0)",
+            "v11 = v9.to(torch.float8_e4m3fn).to(torch.float64)  # if rounds_alike(v9, torch.float8_e4m3fn)",
+            "v12 = v10[:4:2]",
+        ],
+        [
+            Input("a0", (1, 0), "S(1)", {0: [0, 0, 0, 0]}, grad=True, seed=167462),
+            Input("a1", (1, 0), "R", grad=True, seed=149145),
+            Input("a2", (2, 1), "S(0)", {0: [0, 0, 1, 1]}, grad=True, seed=219798),
+        ],
+        4,
+        "shardcompile",
+    ),
     "sizes_stay_symbols": Fuzzed(
         ["v3 = a2.chunk(4, 1)[-1]", "v5 = v3.unfold(1, 1, 1)", "v5.copy_(weight(1)[0])"],
         [Input("a2", (1, 7, 4), "S(0) S(2)", {0: [1, 0], 1: [1, 3]})],
