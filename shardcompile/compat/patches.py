@@ -237,8 +237,8 @@ OF_A_COMPILATION = (
         "guards_of_cached_code",
         "torch.fx.experimental.symbolic_shapes.SYMPY_INTERP",
         "When Inductor's cache has a graph, torch evaluates its guards as Python code, in which `min` compares "
-        "symbols: a guard on a minimum becomes two that may leave one value, and the size becomes a number. A rank that "
-        "has loaded its forward graph gets another backward graph than one that has compiled it, and other "
+        "symbols: a guard on a minimum becomes two that may leave one value, and the size becomes a number. A rank "
+        "that has loaded its forward graph gets another backward graph than one that has compiled it, and other "
         "collectives.",
         "FxGraphCache._lookup_graph evaluates guards_expr by the builtin min and max, so that a cache hit specialises "
         "what a miss does not: ((min(4, s) + 1) // 2) == 1 makes s a 2. torch.sym_min would keep the formula.",
