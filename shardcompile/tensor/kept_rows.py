@@ -97,6 +97,9 @@ def kept_rows(keep: Tensor, layout: Layout) -> KeptRows:
     mesh, about = layout.mesh, math.prod(map(compat.size_hint, layout.shape))
     sharded_dims = _sharded_dims(layout)
     mesh_dims = [m for d in sharded_dims for m in layout.partition_of(d).mesh_dims]
+    if any(isinstance(n, int) and n == 0 for n in layout.shape):  # so that a trace knows that there are none
+        parts = [mesh.shape[m] for m in mesh_dims]
+        return KeptRows(0, Partition.chunk(mesh_dims, parts, 0) if parts else None, _indices(keep, 0), None)
     if not sharded_dims:
         size: Any = compat.keep_symbol(keep.sum().item())
         if not isinstance(size, int):
