@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardcompile.compat import coordinate, forget_with_world, size_hint, statically_known_true
 from shardcompile.errors import RedistributeError
-from shardcompile.sharding import Apart, IntLike, Layout, Partition, has_runs
+from shardcompile.sharding import IntLike, Layout, Partition, Unflattened, has_segments
 
 _T = TypeVar("_T")
 StepKind = Literal[
@@ -66,7 +66,7 @@ class RedistributionPlan:
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
-    apart: Apart | None = None
+    apart: Unflattened | None = None
     parts: tuple[RedistributionPlan, ...] = ()
 
     @property
@@ -117,7 +117,7 @@ def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Redistri
     """
     if src is dst:
         return RedistributionPlan(src, dst, ())
-    if has_runs(src) or has_runs(dst):
+    if has_segments(src) or has_segments(dst):
         return _plan_segments(src, dst)
     if src.is_traced or dst.is_traced:
         return _search(src, dst, ask_chunked)
@@ -128,12 +128,12 @@ def _plan_segments(src: Layout, dst: Layout) -> RedistributionPlan:
     """Plans a redistribution of segmented dims, in the view that splits off the leading dims flattened into them."""
     _check_meaningful(src, dst)
     partitions = [
-        (None if a is None else a.runs, None if b is None else b.runs)
+        (None if a is None else a.num_segments, None if b is None else b.num_segments)
         for a, b in zip(src.partitions, dst.partitions, strict=True)
     ]
     sharded_in_both = [(a, b) for a, b in partitions if a is not None and b is not None]
     if all(statically_known_true(a == b) for a, b in sharded_in_both):
-        apart = Apart(tuple(a if a is not None else 1 if b is None else b for a, b in partitions))
+        apart = Unflattened(tuple(a if a is not None else 1 if b is None else b for a, b in partitions))
         return RedistributionPlan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
     exchanged = _exchange_segments(src, dst)
     if exchanged is not None:
@@ -154,7 +154,7 @@ def _exchange_segments(src: Layout, dst: Layout) -> RedistributionPlan | None:
     Returns None if there are several such dims, or if the dim is not sharded over the same single mesh dim in both.
     """
     pairs = enumerate(zip(src.partitions, dst.partitions, strict=True))
-    dims = [d for d, (a, b) in pairs if a and b and not statically_known_true(a.runs == b.runs)]
+    dims = [d for d, (a, b) in pairs if a and b and not statically_known_true(a.num_segments == b.num_segments)]
     if len(dims) != 1:
         return None
     (dim,) = dims
@@ -365,17 +365,17 @@ def _kept_fraction(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> t
     """Returns the fraction of the tensor that an exchange leaves on its rank, as two ints so that bytes are exact."""
     world = src.mesh.shape[mesh_dim]
     a, b = _partition_over(src, mesh_dim), _partition_over(dst, mesh_dim)
-    if a.shards is None or b.shards is None or not sum(a.shards) or not sum(b.shards):
+    if a.known_sizes is None or b.known_sizes is None or not sum(a.known_sizes) or not sum(b.known_sizes):
         return 1, world
     if kind == "all_to_all_v":
         # The outer mesh dims of the two partitions differ, so every shard of one intersects every shard of the other.
-        kept = sum(sum(a.shards[r::world]) * sum(b.shards[r::world]) for r in range(world))
-        return kept, sum(a.shards) * sum(b.shards)
+        kept = sum(sum(a.known_sizes[r::world]) * sum(b.known_sizes[r::world]) for r in range(world))
+        return kept, sum(a.known_sizes) * sum(b.known_sizes)
     kept = 0
-    ends_a, ends_b = list(itertools.accumulate(a.shards)), list(itertools.accumulate(b.shards))
-    for size_a, end_a, size_b, end_b in zip(a.shards, ends_a, b.shards, ends_b, strict=True):
+    ends_a, ends_b = list(itertools.accumulate(a.known_sizes)), list(itertools.accumulate(b.known_sizes))
+    for size_a, end_a, size_b, end_b in zip(a.known_sizes, ends_a, b.known_sizes, ends_b, strict=True):
         kept += max(0, min(end_a, end_b) - max(end_a - size_a, end_b - size_b))
-    return kept, sum(a.shards)
+    return kept, sum(a.known_sizes)
 
 
 def _partition_over(layout: Layout, mesh_dim: int) -> Partition:

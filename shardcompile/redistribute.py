@@ -18,7 +18,7 @@ from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
 from shardcompile.collectives.segment_exchange import REGROUP_ROWS, Regroup
 from shardcompile.collectives.shards import dense_copy
 from shardcompile.planning import RedistributionPlan, Step
-from shardcompile.sharding import Apart, GroupPartition, Layout, Partition, neighbouring
+from shardcompile.sharding import GroupPartition, Layout, Partition, Unflattened, with_one_segment
 
 
 def run_plan(plan: RedistributionPlan, local: Tensor, *, async_op: bool = False) -> Tensor:
@@ -48,7 +48,7 @@ def run_plan(plan: RedistributionPlan, local: Tensor, *, async_op: bool = False)
     return local
 
 
-def _run_in_view(plan: RedistributionPlan, apart: Apart, local: Tensor) -> Tensor:
+def _run_in_view(plan: RedistributionPlan, apart: Unflattened, local: Tensor) -> Tensor:
     """Runs the steps of a plan in the view that splits segmented dims, and flattens the result again."""
     if not plan.steps:
         return local
@@ -94,8 +94,8 @@ def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Partition]:
 
 def _size(partition: Partition, layout: Layout) -> int | torch.SymInt:
     """Returns the size of this rank's local shard, also for the outer part of a nested partition in a trace."""
-    if partition.shards is not None and compat.is_traced() and partition.is_even:
-        return partition.shards[0]  # keeps the graph rank-invariant
+    if partition.known_sizes is not None and compat.is_traced() and partition.is_even:
+        return partition.known_sizes[0]  # keeps the graph rank-invariant
     return shard_size(partition, layout.mesh)
 
 
@@ -155,9 +155,11 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
 def _regroup_rows(step: Step, x: Tensor) -> Pending:
     dim, src = _shard_dim(step.src, step.mesh_dim)
     dst = step.dst.partition_of(dim)
-    src_ref, dst_ref = _ref(neighbouring(src), step.src), _ref(neighbouring(dst), step.dst)
+    src_ref, dst_ref = _ref(with_one_segment(src), step.src), _ref(with_one_segment(dst), step.dst)
     total, shard = step.dst.shape[dim], _size(dst, step.dst)
-    return REGROUP_ROWS.start(Regroup(x, dim, total, shard, src_ref, dst_ref, src.runs, dst.runs, _group(step)))
+    return REGROUP_ROWS.start(
+        Regroup(x, dim, total, shard, src_ref, dst_ref, src.num_segments, dst.num_segments, _group(step))
+    )
 
 
 def _take_shard(step: Step, x: Tensor) -> Tensor:

@@ -352,7 +352,7 @@ def _small_view(d: Draw) -> str:
 
 
 def _as_pairs(d: Draw) -> str:
-    """A view of neighbouring numbers as complex ones, and back."""
+    """A view of with_one_segment numbers as complex ones, and back."""
     x = d.x(1, lambda t: t.dtype is torch.float64 and t.shape[-1] % 2 == 0)
     pairs = x if d.values[x].shape[-1] == 2 and d.rng.random() < 0.5 else f"{x}.view(-1, 2)"
     return d.rng.choice([f"{x}.view(torch.complex128).view(torch.float64)",
@@ -456,7 +456,7 @@ def _mask(d: Draw) -> str:
 
 
 def _mask_of(d: Draw, x: str) -> tuple[str, str, str]:
-    """An index with a mask of some neighbouring dims of a value, the mask alone, and the condition that keeps it exact."""
+    """An index with a mask of some with_one_segment dims of a value, the mask alone, and the condition that keeps it exact."""
     value = d.values[x]
     first = d.rng.randrange(value.ndim)
     shape = tuple(value.shape[first : d.int(first + 1, value.ndim)])

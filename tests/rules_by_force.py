@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
 from shardcompile.ops import OpCall, Strategy, TensorArg, find_rule, record_of
-from shardcompile.sharding import Apart, Layout, MeshShape, Partition
+from shardcompile.sharding import Layout, MeshShape, Partition, Unflattened
 from shardcompile.testing.arrange import uneven_sizes
 
 WORLD = 3
@@ -104,7 +104,7 @@ def _joined(shards: list[Any], placement: Placement, layout: Layout) -> Tensor:
         for r, b in enumerate(shards):
             assert tuple(b.shape) == tuple(layout.local_shape((r,))), f"shard {r}: {b.shape}, its layout {layout}"
         # Where leading dims were flattened into the partition one, each stretch of it is divided.
-        apart = Apart.of(layout)
+        apart = Unflattened.of(layout)
         parts = [b.reshape([int(n) for n in apart.shape(b.shape)]) for b in shards]
         return torch.cat(parts, apart.dim(placement.dim)).reshape(layout.shape)
     assert all(torch.allclose(b, shards[0], equal_nan=True) for b in shards), "copies differ"

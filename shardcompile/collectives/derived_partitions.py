@@ -45,7 +45,7 @@ def derive(
             c.check_one_segment()
     if isinstance(size, int) and size == 0:  # a trace would specialise on the local shard size 0
         return Partition.of_sizes(like.mesh_dims, like.parts, (0,) * math.prod(like.parts), "fixed"), 0
-    static = all(isinstance(c, int) if not isinstance(c, Partition) else c.shards is not None for c in partitions)
+    static = all(isinstance(c, int) if not isinstance(c, Partition) else c.known_sizes is not None for c in partitions)
     if static and all(isinstance(n, int) for n in numbers):
         sizes, rows = DERIVATIONS[how](
             [c.sizes if isinstance(c, Partition) else (int(c),) for c in partitions], *numbers
@@ -61,7 +61,7 @@ def derive(
 
 def _with_origin(like: Partition, partition: Partition) -> Partition:
     """Copies to a derived partition what `like` records about why it was chosen."""
-    return replace(partition, home=like.home, makeshift=like.makeshift)
+    return replace(partition, moved_from=like.moved_from, provisional=like.provisional)
 
 
 def derive_spread(
@@ -75,7 +75,7 @@ def derive_spread(
         The partition, and the index of the first row of the local shard.
     """
     found, row = derive("spread", [partition], [begin, step, size], size, mesh)
-    return (replace(found, core=(partition, begin)) if step == 1 else found), row
+    return (replace(found, unpadded=(partition, begin)) if step == 1 else found), row
 
 
 def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
@@ -84,13 +84,13 @@ def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
     If an input is identically sharded, it is the symbol of that input: the compiler could not know that another symbol
     is equal to it.
     """
-    if partition.shard is not None or partition.shards is not None:
+    if partition.traced_local_size is not None or partition.known_sizes is not None:
         return partition.local_size(compat.coordinate(mesh) or ())
     if partition.kind == "chunk":
         for of_input in compat.inputs_noted(_name(partition, mesh)):
             if of_input.kind == "chunk" or of_input.guard_chunked():
                 return compat.retrace([of_input.shard])[0]  # type: ignore[no-any-return]
-    shard = derive("located", [replace(partition, runs=1)], [], partition.size, mesh)[0].shard
+    shard = derive("located", [replace(partition, num_segments=1)], [], partition.size, mesh)[0].traced_local_size
     if shard is None:  # the shards of a dim without rows are static
         return 0
     return shard
@@ -108,8 +108,8 @@ def note_partition(partition: Partition, mesh: DeviceMesh) -> None:
 
     A gradient is not registered if the trace itself has made its shard size: the forward graph comes before it.
     """
-    if isinstance(partition.shard, torch.SymInt) and not compat.is_unbacked(partition.shard):
-        compat.note_input(_name(partition, mesh), partition.shard, partition)
+    if isinstance(partition.traced_local_size, torch.SymInt) and not compat.is_unbacked(partition.traced_local_size):
+        compat.note_input(_name(partition, mesh), partition.traced_local_size, partition)
 
 
 def _name(partition: Partition, mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -123,8 +123,8 @@ def _code(partition: Partition | IntLike) -> list[IntLike]:
         return [_REPLICATED, partition]
     if partition.kind == "chunk":
         return [_CHUNK, partition.size, partition.scale]
-    if partition.kind == "dynamic" and partition.shards is None:
-        return [_KEY, partition.key, partition.inner, partition.scale]
+    if partition.kind == "dynamic" and partition.known_sizes is None:
+        return [_KEY, partition.key, partition.coarsening, partition.scale]
     return [_SIZES, len(partition.sizes), *partition.sizes]
 
 
@@ -136,7 +136,7 @@ def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
             partitions.append((next(rest),))
         elif kind == _CHUNK:
             size, scale = next(rest), next(rest)
-            partitions.append(Partition.chunk(range(len(parts)), parts, size // scale).scaled(scale).sizes)
+            partitions.append(Partition.chunk(range(len(parts)), parts, size // scale).flatten_trailing(scale).sizes)
         elif kind == _SIZES:
             partitions.append(tuple(next(rest) for _ in range(next(rest))))
         else:

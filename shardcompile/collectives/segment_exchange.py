@@ -22,7 +22,7 @@ from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
 from shardcompile.collectives.traffic import GroupShards, Member, Traffic, nbytes_with, sent_and_received, size_with
 from shardcompile.errors import CollectiveError
-from shardcompile.sharding import GroupPartition, IntLike, Partition, neighbouring
+from shardcompile.sharding import GroupPartition, IntLike, Partition, with_one_segment
 
 
 class Regroup(NamedTuple):
@@ -190,8 +190,8 @@ def global_indices(partition: Partition, mesh: DeviceMesh, device: torch.device)
     """
     dim_size: Any = partition.size
     size: Any = shard_size(partition, mesh)
-    first: Any = derive("located", [neighbouring(partition)], [], dim_size, mesh)[1]
-    runs: Any = partition.runs
+    first: Any = derive("located", [with_one_segment(partition)], [], dim_size, mesh)[1]
+    runs: Any = partition.num_segments
     if compat.is_one(runs):
         return torch.arange(size, device=device) + first
     segment_starts = torch.arange(runs, device=device).unsqueeze(1) * (dim_size // runs)

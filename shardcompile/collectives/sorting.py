@@ -55,7 +55,7 @@ def sort_rows(
     sorted_partition = partition_of_sizes(counts.sum(0), mesh, [mesh_dim], dim_size=partition.size)
     arriving = sorted_partition.local_size(compat.coordinate(mesh))
     received, origin = exchange_rows([rows, indices], counts, arriving, group_name)
-    if not compat.is_one(partition.runs):  # with one segment, equal rows arrive ordered by index already
+    if not compat.is_one(partition.num_segments):  # with one segment, equal rows arrive ordered by index already
         received, origin = (x.index_select(0, origin.argsort()) for x in (received, origin))
     sorted_rows, order = received.sort(stable=True, descending=descending)
     return sorted_rows, origin.index_select(0, order), sorted_partition

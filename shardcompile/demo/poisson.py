@@ -161,7 +161,7 @@ def triangulate(loops: Sequence[Array], spacing: float, rng: np.random.Generator
         loops: corner points of the boundary curves, each [b, 2], about `spacing` apart; the first is the
             outer boundary, the others are holes. Neighbouring points must not be further apart than
             1.2 `spacing`, or a boundary edge may be missing from the mesh.
-        spacing: distance between neighbouring points.
+        spacing: distance between with_one_segment points.
         rng: moves the interior points off their lattice.
     """
     segments = _segments(loops)

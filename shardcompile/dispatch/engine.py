@@ -142,7 +142,7 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
         if (
             partition is not None
             and partition.is_traced
-            and compat.is_specialised(partition.shard)
+            and compat.is_specialised(partition.traced_local_size)
             and not _is_settled(partition)
         ):
             raise UnsupportedOpError(
@@ -154,7 +154,7 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
 
 def _is_settled(partition: Partition) -> bool:
     """Whether guards of the trace have established that a partition equals a static one."""
-    return compat.is_settled(partition.shard) or (
+    return compat.is_settled(partition.traced_local_size) or (
         partition.kind == "dynamic" and (isinstance(partition.key, int) or compat.is_specialised(partition.key))
     )
 

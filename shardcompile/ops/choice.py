@@ -229,18 +229,20 @@ def _partition_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims:
     if strategy.other_partition is not None:
         options += [c for c in map(strategy.other_partition, options) if c is not None]
     if options:  # the first of equally cheap ones is chosen; a flattened dim precedes, as it may be unflattened again
-        return sorted(options, key=lambda c: (c.makeshift, c.rows is None, is_one(c.runs)))
+        return sorted(options, key=lambda c: (c.provisional, c.indexed_rows is None, is_one(c.num_segments)))
     chunked = Partition.chunk(mesh_dims, parts, size)
     if size_hint(size) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
         return []
-    if any(map(_is_traced, layouts)) and chunked.shards is not None and not chunked.is_even:
-        chunked = replace(chunked, shards=None)  # static, different shard sizes would give every rank its own graph
+    if any(map(_is_traced, layouts)) and chunked.known_sizes is not None and not chunked.is_even:
+        chunked = replace(
+            chunked, known_sizes=None
+        )  # static, different shard sizes would give every rank its own graph
     return [chunked]
 
 
 def _is_traced(layout: Layout) -> bool:
     symbolic = any(not isinstance(size, int) for size in layout.shape)
-    return symbolic or any(c is not None and c.shard is not None for c in layout.partitions)
+    return symbolic or any(c is not None and c.traced_local_size is not None for c in layout.partitions)
 
 
 def _with_partitions(

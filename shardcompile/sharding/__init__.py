@@ -14,11 +14,11 @@ from shardcompile.sharding.layout import short_dtype as short_dtype
 from shardcompile.sharding.mesh import Mesh as Mesh
 from shardcompile.sharding.mesh import MeshShape as MeshShape
 from shardcompile.sharding.partition import Partition as Partition
-from shardcompile.sharding.segments import Apart as Apart
-from shardcompile.sharding.segments import has_runs as has_runs
+from shardcompile.sharding.segments import Unflattened as Unflattened
+from shardcompile.sharding.segments import has_segments as has_segments
 from shardcompile.sharding.segments import in_segments as in_segments
 from shardcompile.sharding.segments import is_sharded_once as is_sharded_once
-from shardcompile.sharding.segments import neighbouring as neighbouring
+from shardcompile.sharding.segments import with_one_segment as with_one_segment
 from shardcompile.sharding.sizes import CHUNK_KEY as CHUNK_KEY
 from shardcompile.sharding.sizes import GroupPartition as GroupPartition
 from shardcompile.sharding.sizes import IntLike as IntLike

@@ -43,40 +43,41 @@ class Partition:
         mesh_dims: the mesh dims that shard the tensor dim, outermost first.
         parts: the sizes of those mesh dims.
         size: the global size of the tensor dim.
-        shards: all shard sizes, the outermost mesh dim varying slowest; None if they are unknown while tracing.
+        known_sizes: all shard sizes, the outermost mesh dim varying slowest; None if they are unknown while tracing.
         key: an integer that identifies the shard sizes inside a graph; `CHUNK_KEY` for a chunk partition.
-        shard: while tracing, the size of this rank's local shard, if the trace has a symbol for it.
-        inner: the number of adjacent shards of `key` that form one shard of this partition.
+        traced_local_size: while tracing, the size of this rank's local shard, if the trace has a symbol for it.
+        coarsening: the number of adjacent shards of `key` that form one shard of this partition.
         scale: the number of elements of this dim per element of `key`'s sizes; more than 1 if trailing dims were
             flattened into the dim. While tracing it may be symbolic, like the sizes of those dims.
         carrier: while tracing, the tensor whose shape carries the key into the graph; ignored by comparisons.
         origin: for the partition of a slice: the partition of the sliced dim, the first row and the step, from which
             the gradient's partition is derived.
-        core: for a dim that was padded: the partition of the unpadded dim, and the row at which it begins.
-        makeshift: whether an op chose the partition in place of the one it was given. Any other partition is preferred.
-        home: for a dim that was sharded in place of another one: the partition that the other dim had.
-        rows: for row indices, and for the rows gathered by them: the partition of the rows that are indexed. A result
-            of `index_add` over as many rows takes it over.
-        runs: the number of equal segments of the dim, each divided in the same way; more than 1 if leading dims were
-            flattened into the dim. While tracing it may be symbolic.
+        unpadded: for a dim that was padded: the partition of the unpadded dim, and the row at which it begins.
+        provisional: whether an op chose the partition in place of the one it was given. Any other partition is
+            preferred.
+        moved_from: for a dim that was sharded in place of another one: the partition that the other dim had.
+        indexed_rows: for row indices, and for the rows gathered by them: the partition of the rows that are indexed. A
+            result of `index_add` over as many rows takes it over.
+        num_segments: the number of equal segments of the dim, each divided in the same way; more than 1 if leading dims
+            were flattened into the dim. While tracing it may be symbolic.
     """
 
     kind: Kind
     mesh_dims: tuple[int, ...]
     parts: tuple[int, ...]
     size: IntLike
-    shards: tuple[int, ...] | None
+    known_sizes: tuple[int, ...] | None
     key: IntLike
-    shard: IntLike | None = None
-    inner: int = 1
+    traced_local_size: IntLike | None = None
+    coarsening: int = 1
     scale: IntLike = 1
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Partition, IntLike, int] | None = field(default=None, repr=False)
-    core: tuple[Partition, IntLike] | None = field(default=None, repr=False)
-    makeshift: bool = field(default=False, repr=False)
-    home: Partition | None = field(default=None, repr=False)
-    rows: Partition | None = field(default=None, repr=False)
-    runs: IntLike = 1
+    unpadded: tuple[Partition, IntLike] | None = field(default=None, repr=False)
+    provisional: bool = field(default=False, repr=False)
+    moved_from: Partition | None = field(default=None, repr=False)
+    indexed_rows: Partition | None = field(default=None, repr=False)
+    num_segments: IntLike = 1
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], size: IntLike) -> Partition:
@@ -114,7 +115,7 @@ class Partition:
     @property
     def is_traced(self) -> bool:
         """Whether the shard sizes are unknown because the partition is part of a trace."""
-        return self.shards is None
+        return self.known_sizes is None
 
     @property
     def has_symbols(self) -> bool:
@@ -123,9 +124,9 @@ class Partition:
         A chunk partition of a static global size has static shard sizes, and while tracing it may also hold the symbol
         of this rank's local shard size.
         """
-        if self.shards is None or isinstance(self.shard, torch.SymInt):
+        if self.known_sizes is None or isinstance(self.traced_local_size, torch.SymInt):
             return True
-        recorded = [p for p in (self.home, self.rows) if p is not None]
+        recorded = [p for p in (self.moved_from, self.indexed_rows) if p is not None]
         return any(isinstance(p.size, torch.SymInt) or p.has_symbols for p in recorded)
 
     @property
@@ -135,12 +136,12 @@ class Partition:
         Raises:
             LayoutError: the sizes are unknown while tracing, because one graph serves every layout.
         """
-        if self.shards is None:
+        if self.known_sizes is None:
             raise LayoutError(
                 f"the sizes of a {self.kind} partition are not known while tracing: the graph serves every layout. "
                 "Read them outside of the compiled function, or use a fixed partition."
             )
-        return self.shards
+        return self.known_sizes
 
     @property
     def is_even(self) -> bool:
@@ -153,8 +154,8 @@ class Partition:
 
         While tracing, that of a chunk partition is computed from the hint of the global size.
         """
-        if self.shards is not None:
-            largest, size = max(self.shards), sum(self.shards)
+        if self.known_sizes is not None:
+            largest, size = max(self.known_sizes), sum(self.known_sizes)
         elif self.kind == "chunk":
             size = compat.size_hint(self.size) // self.scale
             largest = -(-size // math.prod(self.parts))
@@ -171,10 +172,10 @@ class Partition:
 
     def local_size(self, coordinate: Sequence[int]) -> IntLike:
         """Returns the size of the shard at a mesh coordinate; while tracing, of this rank's local shard."""
-        if self.shard is not None:
-            return self.shard
-        if self.shards is not None:
-            return self.shards[self.shard_index(coordinate)]
+        if self.traced_local_size is not None:
+            return self.traced_local_size
+        if self.known_sizes is not None:
+            return self.known_sizes[self.shard_index(coordinate)]
         # This holds for a chunk partition as well: a formula of the global size would bake the rank into the graph, and
         # comparisons with it would install guards that hold on some ranks only.
         raise LayoutError(
@@ -192,26 +193,29 @@ class Partition:
         Raises:
             LayoutError: leading dims that are not sharded were flattened into the dim, so a shard has several ranges.
         """
-        if not is_one(self.runs):
+        if not is_one(self.num_segments):
             raise LayoutError(
                 f"shards of {self.describe()} are not consecutive rows: leading dims that are not sharded were "
                 "flattened into the dim. Call this on the tensor before it was flattened, or redistribute() it first"
             )
 
-    def naming(self, rows: Partition) -> Partition:
+    def with_indexed_rows(self, rows: Partition) -> Partition:
         """Returns the same shards, recording the partition of the rows that these row indices refer to."""
-        return replace(self, rows=replace(rows, rows=None, origin=None, core=None, home=None))
+        return replace(self, indexed_rows=replace(rows, indexed_rows=None, origin=None, unpadded=None, moved_from=None))
 
-    def named_rows(self, size: IntLike) -> Partition | None:
+    def indexed_rows_of_size(self, size: IntLike) -> Partition | None:
         """Returns the recorded partition of the indexed rows if they number `size`, else None."""
-        rows = self.rows
+        rows = self.indexed_rows
         return rows if rows is not None and compat.same_symbol(rows.size, size) else None
 
-    def joined(self, runs: IntLike) -> Partition:
-        """Returns the partition of the dim after a leading dim of size `runs` was flattened into it."""
-        return self if is_one(runs) else replace(self.scaled(runs), runs=self.runs * runs, origin=None, core=None)
+    def flatten_leading(self, count: IntLike) -> Partition:
+        """Returns the partition of the dim after a leading dim of size `count` was flattened into it."""
+        if is_one(count):
+            return self
+        segments = self.num_segments * count
+        return replace(self.flatten_trailing(count), num_segments=segments, origin=None, unpadded=None)
 
-    def of_rows(self, base: Partition, start: IntLike, step: int) -> Partition:
+    def with_origin(self, base: Partition, start: IntLike, step: int) -> Partition:
         """Returns this partition, recording that its rows are rows ``start, start + step, ...`` of another partition.
 
         Chains of more than 8 origins are not recorded.
@@ -221,11 +225,11 @@ class Partition:
             depth, origin = depth + 1, origin[0].origin
         return self if depth > 8 else replace(self, origin=(base, start, step))
 
-    def parted(self, runs: IntLike) -> Partition:
-        """Inverse of `joined`: returns the partition of the dim after a leading dim of size `runs` is split off."""
-        if is_one(runs):
+    def unflatten_leading(self, count: IntLike) -> Partition:
+        """Inverse of `flatten_leading`: returns the partition after a leading dim of size `count` is split off."""
+        if is_one(count):
             return self
-        partition = replace(self, runs=compat.quotient(self.runs, runs)).unscaled(runs)
+        partition = replace(self, num_segments=compat.quotient(self.num_segments, count)).unflatten_trailing(count)
         assert partition is not None, "every shard has equally many rows of each segment"
         return partition
 
@@ -236,63 +240,75 @@ class Partition:
             return None
         outer, parts, count = self.mesh_dims[:-1], self.parts[:-1], self.parts[-1]
         if self.kind == "chunk":
-            return Partition.chunk(outer, parts, self.size // self.scale).scaled(self.scale)
-        shards = self.shards
+            return Partition.chunk(outer, parts, self.size // self.scale).flatten_trailing(self.scale)
+        shards = self.known_sizes
         if shards is not None:
             shards = tuple(sum(shards[i : i + count]) for i in range(0, len(shards), count))
-        partition = replace(self, mesh_dims=outer, parts=parts, shards=shards, inner=self.inner * count)
-        return replace(partition, shard=None, origin=None, core=None)
+        partition = replace(self, mesh_dims=outer, parts=parts, known_sizes=shards, coarsening=self.coarsening * count)
+        return replace(partition, traced_local_size=None, origin=None, unpadded=None)
 
-    def scaled(self, factor: IntLike) -> Partition:
+    def flatten_trailing(self, factor: IntLike) -> Partition:
         """Returns the partition of the dim after trailing dims of `factor` elements were flattened into it."""
         if is_one(factor):
             return self
-        shards = None if self.shards is None or not isinstance(factor, int) else tuple(b * factor for b in self.shards)
+        shards = (
+            None
+            if self.known_sizes is None or not isinstance(factor, int)
+            else tuple(b * factor for b in self.known_sizes)
+        )
         shard = self._map_shard(lambda shard: shard * factor)
-        partition = replace(self, size=self.size * factor, shards=shards, shard=shard, scale=self.scale * factor)
-        return replace(partition, origin=self._scaled_origin(factor), core=None)
+        partition = replace(
+            self, size=self.size * factor, known_sizes=shards, traced_local_size=shard, scale=self.scale * factor
+        )
+        return replace(partition, origin=self._scaled_origin(factor), unpadded=None)
 
     def _copy_records_to(self, partition: Partition) -> Partition:
         """Returns another partition of the same rows with the fields that record this one's history."""
-        return replace(partition, home=self.home, rows=self.rows, runs=self.runs, makeshift=self.makeshift)
+        return replace(
+            partition,
+            moved_from=self.moved_from,
+            indexed_rows=self.indexed_rows,
+            num_segments=self.num_segments,
+            provisional=self.provisional,
+        )
 
     def _scaled_origin(self, factor: IntLike) -> tuple[Partition, IntLike, int] | None:
         """Returns the origin of a scaled partition: consecutive rows stay consecutive; a step other than 1 is lost."""
         if self.origin is None or self.origin[2] != 1:
             return None
-        return self.origin[0].scaled(factor), self.origin[1] * factor, 1
+        return self.origin[0].flatten_trailing(factor), self.origin[1] * factor, 1
 
     def _unscaled_origin(self, factor: IntLike) -> tuple[Partition, IntLike, int] | None:
         if self.origin is None or self.origin[2] != 1:
             return None
-        base, start = self.origin[0].unscaled(factor), self.origin[1]
+        base, start = self.origin[0].unflatten_trailing(factor), self.origin[1]
         return None if base is None else (base, start // factor, 1)
 
     def _map_shard(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
         """Applies a formula to the traced size of this rank's local shard, if there is one."""
-        shard = self.shard
+        shard = self.traced_local_size
         if shard is None or isinstance(shard, int):
             return None if shard is None else formula(shard)
         return compat.from_first_symbols(lambda: formula(shard))
 
-    def unscaled(self, factor: IntLike) -> Partition | None:
-        """Inverse of `scaled`: returns the partition of the leading dim after `factor` trailing elements are split off.
+    def unflatten_trailing(self, factor: IntLike) -> Partition | None:
+        """Inverse of `flatten_trailing`: returns the partition after trailing dims of `factor` elements are split off.
 
         Returns None if a shard boundary would fall inside of a row of the leading dim.
         """
         if is_one(factor):
             return self
-        if compat.divides(factor * self.runs, self.scale):
-            shards = None if self.shards is None else tuple(b // factor for b in self.shards)  # type: ignore[misc]
+        if compat.divides(factor * self.num_segments, self.scale):
+            shards = None if self.known_sizes is None else tuple(b // factor for b in self.known_sizes)  # type: ignore[misc]
             shard = self._map_shard(lambda shard: shard // factor)
-            partition = replace(self, size=self.size // factor, shards=shards, shard=shard)
+            partition = replace(self, size=self.size // factor, known_sizes=shards, traced_local_size=shard)
             partition = replace(partition, scale=compat.quotient(self.scale, factor))
-            return replace(partition, origin=self._unscaled_origin(factor), core=None)
-        step = factor * self.runs
-        if self.shards is None or not isinstance(step, int) or any(b % step for b in self.shards):
+            return replace(partition, origin=self._unscaled_origin(factor), unpadded=None)
+        step = factor * self.num_segments
+        if self.known_sizes is None or not isinstance(step, int) or any(b % step for b in self.known_sizes):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
-        partition = Partition.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.shards], kind)
+        partition = Partition.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.known_sizes], kind)
         return self._copy_records_to(partition)
 
     def prefix(self, depth: int) -> Partition | None:
@@ -321,26 +337,26 @@ class Partition:
             return True
         if other is None or self.mesh_dims != other.mesh_dims or self.parts != other.parts:
             return False
-        if self.shards is not None and other.shards is not None:
-            return self.shards == other.shards and self.runs == other.runs
-        if not compat.statically_known_true(self.runs == other.runs):
+        if self.known_sizes is not None and other.known_sizes is not None:
+            return self.known_sizes == other.known_sizes and self.num_segments == other.num_segments
+        if not compat.statically_known_true(self.num_segments == other.num_segments):
             return False
         if self.kind == other.kind == "chunk":
             same_scale = compat.statically_known_true(self.scale == other.scale)
             return same_scale and compat.same_symbol(self.size, other.size)
-        if self.inner != other.inner or not compat.statically_known_true(self.scale == other.scale):
+        if self.coarsening != other.coarsening or not compat.statically_known_true(self.scale == other.scale):
             return False
-        static, traced = (self, other) if self.shards is not None else (other, self)
+        static, traced = (self, other) if self.known_sizes is not None else (other, self)
         if "chunk" in (self.kind, other.kind):
             dynamic = other if self.kind == "chunk" else self
             if not compat.same_symbol(self.size, other.size) or not (ask_chunked and dynamic.guard_chunked()):
                 return False
-        elif static.kind == "fixed" and traced.shards is None and isinstance(traced.key, torch.SymInt):
+        elif static.kind == "fixed" and traced.known_sizes is None and isinstance(traced.key, torch.SymInt):
             return False  # a guard would compile one graph for that partition, and another one for all others
         elif not compat.same_symbol(self.key, other.key):
             return False
-        if static.shards is not None and coordinate is not None:
-            compat.specialise(traced.shard, static.shards[static.shard_index(coordinate)])
+        if static.known_sizes is not None and coordinate is not None:
+            compat.specialise(traced.traced_local_size, static.known_sizes[static.shard_index(coordinate)])
         return True
 
     def guard_chunked(self) -> bool:
@@ -348,15 +364,15 @@ class Partition:
 
         A partition with an unbacked key counts as different.
         """
-        if self.kind != "dynamic" or self.inner > 1 or compat.is_unbacked(self.key):
+        if self.kind != "dynamic" or self.coarsening > 1 or compat.is_unbacked(self.key):
             return False
         return bool(self.key % 2 == 1)
 
     def as_dynamic(self) -> Partition:
         """Returns a dynamic partition of the same sizes, the kind as which a compiled function's inputs are traced."""
-        if self.kind != "chunk" or self.shards is None:
+        if self.kind != "chunk" or self.known_sizes is None:
             return self
-        base = tuple(n // self.scale for n in self.shards)  # type: ignore[misc]
+        base = tuple(n // self.scale for n in self.known_sizes)  # type: ignore[misc]
         return replace(self, kind="dynamic", key=key_of(base, self.parts))
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupPartition:
@@ -365,9 +381,9 @@ class Partition:
         count = self.parts[-1]
         # With one mesh dim there is one group, and the trace stays rank-invariant.
         first = self.shard_index(coordinate) // count * count if len(self.parts) > 1 else 0
-        if self.shards is not None and self.kind != "dynamic":
-            return GroupPartition(list(self.shards[first : first + count]), CHUNK_KEY, [])
-        grouping = [1, 0, self.scale] if self.kind == "chunk" else [self.inner, first, self.scale]
+        if self.known_sizes is not None and self.kind != "dynamic":
+            return GroupPartition(list(self.known_sizes[first : first + count]), CHUNK_KEY, [])
+        grouping = [1, 0, self.scale] if self.kind == "chunk" else [self.coarsening, first, self.scale]
         return GroupPartition([], self.key, grouping if grouping != [1, 0, 1] else [])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -377,8 +393,12 @@ class Partition:
 
     def describe(self) -> str:
         """Returns the shard sizes as text, e.g. ``[3,5]``; ``[?]`` if they are unknown while tracing."""
-        runs = "" if is_one(self.runs) else f"{self.runs}x"
-        return f"{runs}[?]" if self.shards is None else f"{runs}[{','.join(str(b // self.runs) for b in self.shards)}]"
+        segments = "" if is_one(self.num_segments) else f"{self.num_segments}x"
+        return (
+            f"{segments}[?]"
+            if self.known_sizes is None
+            else f"{segments}[{','.join(str(b // self.num_segments) for b in self.known_sizes)}]"
+        )
 
 
 def _restore(sizes: tuple[int, ...] | None, *values: Any) -> Partition:

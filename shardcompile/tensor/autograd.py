@@ -21,7 +21,7 @@ from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.planning import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
-from shardcompile.sharding import Layout, Spec, contiguous_stride, dense_stride, has_runs, normalize_placements
+from shardcompile.sharding import Layout, Spec, contiguous_stride, dense_stride, has_segments, normalize_placements
 
 S = TypeVar("S", bound=Sharded)
 
@@ -69,7 +69,7 @@ def redistributed(x: S, layout: Layout, async_op: bool = False, backward_dtype: 
 def in_one_piece(x: S) -> S:
     """Redistributes `x` so that each shard is one segment of rows, differentiably; returns `x` itself if it is so."""
     layout = x._spec.layout
-    return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
+    return redistributed(x, layout_in_one_piece(layout)) if has_segments(layout) else x
 
 
 def _resolve(x: Tensor) -> Tensor:

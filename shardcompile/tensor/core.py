@@ -18,7 +18,7 @@ from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpErr
 from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
 from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.planning import target_layout
-from shardcompile.sharding import Layout, Spec, contiguous_stride, has_runs, normalize_placements
+from shardcompile.sharding import Layout, Spec, contiguous_stride, has_segments, normalize_placements
 from shardcompile.tensor import checkpoint, construct, promotion
 from shardcompile.tensor.arguments import (
     IN_PLACE,
@@ -312,7 +312,7 @@ class ShardTensor(Traced):
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
         layout, local = self._spec.layout, self.__dict__.get("_local_tensor")
-        segments = "" if not has_runs(layout) else ", in segments"
+        segments = "" if not has_segments(layout) else ", in segments"
         if not layout.is_traced:  # in a trace the graph would get nodes
             layout = layout_in_one_piece(layout)
         # repr neither waits for a collective in flight, nor asks for the rank while tracing.

@@ -102,7 +102,9 @@ def _cached_kept_rows(mask: Sharded, layout: Layout, given: Tensor, keep: bool) 
     if not compat.is_fake(mask._local_tensor):
         return kept_rows(moved(mask, layout), layout)
     partitions = [
-        None if c is None else (c.kind, c.shards, *map(compat.expression_of, (c.key, c.size, c.inner, c.scale)))
+        None
+        if c is None
+        else (c.kind, c.known_sizes, *map(compat.expression_of, (c.key, c.size, c.coarsening, c.scale)))
         for c in layout.partitions
     ]
     key = ("kept rows", layout.placements, *partitions, 0 if given.is_inference() else given._version)

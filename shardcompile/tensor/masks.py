@@ -358,7 +358,7 @@ def _scatter_elements(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         flat = on_mesh(source, masked.layout.mesh).reshape(-1).narrow(0, 0, total)
         partition = masked.kept.partition
         wanted = Layout.of_partitions(
-            masked.layout.mesh, [total], flat.dtype, [None if partition is None else partition.scaled(width)]
+            masked.layout.mesh, [total], flat.dtype, [None if partition is None else partition.flatten_trailing(width)]
         )
         values = redistributed(first_sharded([flat]), wanted).view(masked.kept.size, *trailing)
         return _write(x, masked, values, False, contiguous_stride(x.shape))

@@ -99,7 +99,15 @@ def intern_metadata(
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
     """Returns the metadata of a layout; `copied` says whether the tensor is a copied view."""
     partitions = tuple(
-        (d, c.kind, c.mesh_dims, c.inner, _static(c.scale), c.sizes if c.kind == "fixed" else (), _static(c.runs))
+        (
+            d,
+            c.kind,
+            c.mesh_dims,
+            c.coarsening,
+            _static(c.scale),
+            c.sizes if c.kind == "fixed" else (),
+            _static(c.num_segments),
+        )
         for d, c in enumerate(layout.partitions)
         if c is not None
     )
@@ -113,7 +121,7 @@ def _static(number: IntLike) -> int:
 def _carried(layout: Layout, metadata: Metadata) -> list[IntLike]:
     """Returns the scales and numbers of runs of a layout that are symbols of a graph, in the order of the metadata."""
     partitions = [(layout.partition_of(dim), scale, runs) for dim, _, _, _, scale, _, runs in metadata.partitions]
-    pairs = [pair for c, scale, runs in partitions for pair in ((c.scale, scale), (c.runs, runs))]
+    pairs = [pair for c, scale, runs in partitions for pair in ((c.scale, scale), (c.num_segments, runs))]
     return [number for number, static in pairs if static == _CARRIED]
 
 
@@ -138,7 +146,9 @@ def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
             partitions[dim] = partition.as_dynamic()
         elif kind == "chunk" and partition.kind == "dynamic":
             factor = partition.scale if scale == _CARRIED else scale
-            chunked = Partition.chunk(partition.mesh_dims, partition.parts, partition.size // factor).scaled(factor)
+            chunked = Partition.chunk(partition.mesh_dims, partition.parts, partition.size // factor).flatten_trailing(
+                factor
+            )
             partitions[dim] = chunked if chunked.same_shards(partition) else partition
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
@@ -198,7 +208,7 @@ def spec_from_parts(
     numbers = iter(carried)
     for kind in (_with_carried(kind, numbers) for kind in metadata.partitions):
         partition = _partition(metadata, kind, key_of_dim.get(kind[0], 0), shape[kind[0]], local)
-        partitions[kind[0]] = partition if partition.shards is not None else replace(partition, carrier=carrier)
+        partitions[kind[0]] = partition if partition.known_sizes is not None else replace(partition, carrier=carrier)
     spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, partitions), stride)
     if is_static:
         if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:
@@ -216,7 +226,7 @@ def _with_carried(partition: PartitionKind, carried: Iterator[Any]) -> Partition
 
 def _partition(metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor) -> Partition:
     partition = _partition_of_one_run(metadata, description, key, size, local)
-    return partition if compat.is_one(description[-1]) else replace(partition, runs=description[-1])
+    return partition if compat.is_one(description[-1]) else replace(partition, num_segments=description[-1])
 
 
 def _partition_of_one_run(
@@ -227,20 +237,22 @@ def _partition_of_one_run(
     if kind == "fixed":
         return Partition.of_sizes(mesh_dims, parts, sizes, "fixed")
     if kind == "chunk":
-        partition = Partition.chunk(mesh_dims, parts, size // scale).scaled(scale)
+        partition = Partition.chunk(mesh_dims, parts, size // scale).flatten_trailing(scale)
         shard = local.shape[dim]
-        if partition.shards is not None and type(shard) is int:
+        if partition.known_sizes is not None and type(shard) is int:
             return partition
         # Also for a static global size: with static shard sizes the graphs of the ranks would differ.
-        partition = replace(partition, shard=shard, shards=None)
+        partition = replace(partition, traced_local_size=shard, known_sizes=None)
         note_partition(partition, metadata.mesh)
         return partition
     if type(key) is not int or type(size) is not int:
-        partition = replace(Partition.traced(mesh_dims, parts, size, key, local.shape[dim]), inner=inner, scale=scale)
+        partition = replace(
+            Partition.traced(mesh_dims, parts, size, key, local.shape[dim]), coarsening=inner, scale=scale
+        )
         note_partition(partition, metadata.mesh)
         return partition
     shards = sizes_of_key(key, inner, scale)
-    return Partition("dynamic", mesh_dims, tuple(parts), size, shards, key, inner=inner, scale=scale)
+    return Partition("dynamic", mesh_dims, tuple(parts), size, shards, key, coarsening=inner, scale=scale)
 
 
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
@@ -339,10 +351,16 @@ def with_shard_symbols(spec: Spec, local: Tensor) -> Spec:
     if not any(_lacks_symbol(c) for c in layout.partitions):
         return spec
     partitions = [
-        replace(c, shard=local.shape[d]) if c and _lacks_symbol(c) else c for d, c in enumerate(layout.partitions)
+        replace(c, traced_local_size=local.shape[d]) if c and _lacks_symbol(c) else c
+        for d, c in enumerate(layout.partitions)
     ]
     return Spec.of(Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions), spec.stride)
 
 
 def _lacks_symbol(partition: Partition | None) -> bool:
-    return partition is not None and partition.kind == "chunk" and partition.is_traced and partition.shard is None
+    return (
+        partition is not None
+        and partition.kind == "chunk"
+        and partition.is_traced
+        and partition.traced_local_size is None
+    )

@@ -250,53 +250,55 @@ def test_prefix_coarsens_down_to_a_depth() -> None:
 @pytest.mark.parametrize("factor", [1, 2, 6])
 def test_scaled_flattens_trailing_elements_and_unscaled_splits_them_off(factor: int) -> None:
     for mesh, partition in ALL_PARTITIONS:
-        scaled = partition.scaled(factor)
+        scaled = partition.flatten_trailing(factor)
         assert scaled.size == partition.size * factor
         for coordinate in coordinates(mesh):
             assert scaled.local_size(coordinate) == int(partition.local_size(coordinate)) * factor
             assert scaled.offset(coordinate) == partition.offset(coordinate) * factor
-        back = scaled.unscaled(factor)
+        back = scaled.unflatten_trailing(factor)
         assert back is not None and back.size == partition.size and back.same_shards(partition)
         if partition.kind != "chunk":
             assert back == partition
 
 
 def test_unscaled_refuses_to_split_a_shard() -> None:
-    assert Partition.of_sizes([0], [2], (4, 6)).unscaled(4) is None
-    assert Partition.chunk([0], [2], 6).unscaled(2) is None
-    two = Partition.of_sizes([0], [2], (4, 6)).unscaled(2)
+    assert Partition.of_sizes([0], [2], (4, 6)).unflatten_trailing(4) is None
+    assert Partition.chunk([0], [2], 6).unflatten_trailing(2) is None
+    two = Partition.of_sizes([0], [2], (4, 6)).unflatten_trailing(2)
     assert two is not None and two.sizes == (2, 3) and two.size == 5
-    chunk = Partition.chunk([0], [2], 8).unscaled(2)
+    chunk = Partition.chunk([0], [2], 8).unflatten_trailing(2)
     assert chunk is not None and chunk.sizes == (2, 2) and chunk.kind == "fixed"
 
 
 def test_unscaled_by_part_of_the_scale_keeps_the_key() -> None:
-    partition = Partition.of_sizes([0], [2], (1, 3)).scaled(6)
-    part = partition.unscaled(2)
+    partition = Partition.of_sizes([0], [2], (1, 3)).flatten_trailing(6)
+    part = partition.unflatten_trailing(2)
     assert part is not None and (part.sizes, part.scale, part.key) == ((3, 9), 3, partition.key)
-    other = partition.unscaled(3 * 2 * 2)
+    other = partition.unflatten_trailing(3 * 2 * 2)
     assert other is None
-    mixed = Partition.of_sizes([0], [2], (2, 4)).scaled(6).unscaled(4)
+    mixed = Partition.of_sizes([0], [2], (2, 4)).flatten_trailing(6).unflatten_trailing(4)
     assert mixed is not None and mixed.sizes == (3, 6)
 
 
 def test_a_chunk_partition_is_scaled() -> None:
     partition = Partition.chunk([0, 1], [2, 2], 5)
     assert partition.sizes == (2, 1, 1, 1)
-    flat = partition.scaled(3)
+    flat = partition.flatten_trailing(3)
     assert flat.kind == "chunk" and flat.size == 15 and flat.sizes == (6, 3, 3, 3)
-    assert flat.unscaled(3) == partition and flat.coarsen() == Partition.chunk([0], [2], 5).scaled(3)
+    assert flat.unflatten_trailing(3) == partition and flat.coarsen() == Partition.chunk([0], [2], 5).flatten_trailing(
+        3
+    )
     assert not flat.same_shards(Partition.chunk([0, 1], [2, 2], 15))
-    ref = Partition.chunk([0], [4], 5).scaled(3).group_ref((0,))
+    ref = Partition.chunk([0], [4], 5).flatten_trailing(3).group_ref((0,))
     assert ref.shards(15, 4) == (6, 6, 3, 0) == GroupPartition([], CHUNK_KEY, [1, 0, 3]).shards(15, 4)
 
 
 def test_a_chunk_partition_of_a_symbolic_size_is_scaled() -> None:
     def traced(x: torch.Tensor) -> torch.Tensor:
         partition = Partition.chunk([0], [2], x.shape[0])
-        flat = partition.scaled(2)
-        assert flat.group_ref((0,)).grouping == [1, 0, 2] and flat.is_traced and partition.unscaled(2) is None
-        assert flat.unscaled(2).same_shards(partition)
+        flat = partition.flatten_trailing(2)
+        assert flat.group_ref((0,)).grouping == [1, 0, 2] and flat.is_traced and partition.unflatten_trailing(2) is None
+        assert flat.unflatten_trailing(2).same_shards(partition)
         assert not flat.same_shards(Partition.chunk([0], [2], 2 * x.shape[0]))
         return x
 
@@ -321,7 +323,7 @@ def test_a_traced_partition_knows_its_own_shard_only() -> None:
     assert partition.is_traced and partition.local_size((1,)) == 3 and partition.describe() == "[?]"
     with pytest.raises(LayoutError, match="sizes of a dynamic partition are not known while tracing"):
         partition.sizes
-    assert partition.scaled(4).local_size((0,)) == 12 and partition.scaled(4).size == 32
+    assert partition.flatten_trailing(4).local_size((0,)) == 12 and partition.flatten_trailing(4).size == 32
     coarse = Partition.traced([0, 1], [2, 2], 8, key=1 << 60, shard=3).coarsen()
     assert coarse is not None
     with pytest.raises(LayoutError, match=r"mesh dims \(0,\) has no symbol"):
@@ -331,8 +333,8 @@ def test_a_traced_partition_knows_its_own_shard_only() -> None:
 def test_same_shards_of_traced_partitions_compares_keys_and_what_was_done_to_them() -> None:
     a, b = (Partition.traced([0], [2], 8, key, 3) for key in (4, 6))
     assert a.same_shards(Partition.traced([0], [2], 8, 4, 4)) and not a.same_shards(b)
-    assert not a.same_shards(a.scaled(2))
-    assert a.scaled(6).same_shards(a.scaled(3).scaled(2))
+    assert not a.same_shards(a.flatten_trailing(2))
+    assert a.flatten_trailing(6).same_shards(a.flatten_trailing(3).flatten_trailing(2))
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((4, 4), [2]), ((3, 2), [2]), ((2, 1, 1, 1), [2, 2])])
@@ -341,13 +343,13 @@ def test_a_traced_partition_is_the_chunked_one_if_its_key_says_so(sizes: tuple[i
     chunked, key = Partition.chunk(mesh_dims, parts, size), Partition.of_sizes(mesh_dims, parts, sizes).key
     assert chunked.sizes == sizes and chunked.as_dynamic().key == key and chunked.as_dynamic().sizes == sizes
     traced = Partition.traced(mesh_dims, parts, size, key, 3)
-    assert traced.same_shards(dataclasses.replace(chunked, shards=None)) and dataclasses.replace(
-        chunked, shards=None
+    assert traced.same_shards(dataclasses.replace(chunked, known_sizes=None)) and dataclasses.replace(
+        chunked, known_sizes=None
     ).same_shards(traced)
-    assert not traced.same_shards(dataclasses.replace(chunked, shards=None).scaled(2))
+    assert not traced.same_shards(dataclasses.replace(chunked, known_sizes=None).flatten_trailing(2))
     other = Partition.of_sizes(mesh_dims, parts, (size, *[0] * (len(sizes) - 1)))
     assert not Partition.traced(mesh_dims, parts, size, other.key, 3).same_shards(
-        dataclasses.replace(chunked, shards=None)
+        dataclasses.replace(chunked, known_sizes=None)
     )
 
 
@@ -356,14 +358,14 @@ def test_a_traced_partition_is_the_chunked_one_if_its_key_says_so(sizes: tuple[i
 
 def _derived(partition: Partition) -> Iterator[Partition]:
     yield partition
-    yield partition.scaled(6)
-    part = partition.scaled(6).unscaled(2)
+    yield partition.flatten_trailing(6)
+    part = partition.flatten_trailing(6).unflatten_trailing(2)
     assert part is not None
     yield part
     coarse = partition.coarsen()
     if coarse is not None:
-        yield from (coarse, coarse.scaled(2), *_derived(coarse))
-    scaled = partition.scaled(3).coarsen()
+        yield from (coarse, coarse.flatten_trailing(2), *_derived(coarse))
+    scaled = partition.flatten_trailing(3).coarsen()
     if scaled is not None:
         yield scaled
 
@@ -557,7 +559,7 @@ def test_pickle_and_copies_give_the_same_object(index: int) -> None:
 
 def test_a_pickled_partition_brings_its_sizes_to_another_process(table: Callable[[int], None]) -> None:
     partition = Partition.of_sizes((0, 1), (2, 2), (1, 2, 3, 4))
-    pickled = pickle.dumps([partition, partition.coarsen(), partition.scaled(3)])
+    pickled = pickle.dumps([partition, partition.coarsen(), partition.flatten_trailing(3)])
     sizes_module._TABLE = sizes_module._SizeTable()  # as in a process that has not seen the partition
     for loaded in pickle.loads(pickled):
         ref = loaded.group_ref((1, 0))

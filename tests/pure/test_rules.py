@@ -49,7 +49,7 @@ from shardcompile.ops.notation import multilinear, parse_notation, split_notatio
 from shardcompile.ops.registry import overloads
 from shardcompile.ops.strategy import partial
 from shardcompile.ops.view.reshape import match_dims
-from shardcompile.sharding import Apart, Layout, MeshShape, Partition
+from shardcompile.sharding import Layout, MeshShape, Partition, Unflattened
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial("sum")
@@ -297,8 +297,8 @@ def test_match_dims_examples(src: Sequence[int], dst: Sequence[int], groups: obj
 
 
 def _check_joined_shards(value: np.ndarray, source: Layout, out: Layout) -> int:
-    """With the dims apart that were flattened, the shards are those of neighbouring rows."""
-    apart = Apart.of(out)
+    """With the dims apart that were flattened, the shards are those of with_one_segment rows."""
+    apart = Unflattened.of(out)
     seen = apart.layout(out)
     for c in coordinates(seen):
         shard = value[source.shard_slices(c)].reshape(apart.shape(out.local_shape(c)))
@@ -327,7 +327,7 @@ def test_the_view_rule_views_shards() -> None:
                 assert new.size == dst[after.dim]
                 partitions = [new if d == after.dim else None for d in range(len(dst))]
                 out = Layout.of(MeshShape((2,)), [after], dst, torch.float32, partitions)
-                if new.runs > 1:
+                if new.num_segments > 1:
                     joined += _check_joined_shards(value, layout([before], src, *sizes), out)
                     continue
                 for c in coordinates(out):
@@ -458,7 +458,7 @@ def test_without_a_strategy_everything_is_gathered() -> None:
 
 def test_a_partition_that_the_output_cannot_have_is_not_taken() -> None:
     x = layout([S0], (6, 4), 1, 5)
-    halved = along([0], [0], lambda partition: partition.unscaled(2))
+    halved = along([0], [0], lambda partition: partition.unflatten_trailing(2))
     assert chosen([x], [halved]).outputs[0].placements == (R,)
     x = layout([S0], (6, 4), 2, 4)
     choice = chosen([x], [halved])

@@ -42,7 +42,7 @@ def sorted_rows(x: Any, ids: Any) -> Any:
 
 
 def neighbours(x: Any, ids: Any) -> Any:
-    """An op that needs neighbouring rows, and a view that parts them again."""
+    """An op that needs with_one_segment rows, and a view that parts them again."""
     return (x.reshape(-1, x.shape[-1]).cumsum(0).sin() + ids.reshape(-1, 1)).view(x.shape)
 
 

@@ -2,7 +2,7 @@
 
 A transform of several dims is computed one dim after the other. Unsharded dims come first. Then an all-to-all moves the
 sharding from the sharded dim to another one, and the former is transformed. The result stays sharded along the other
-dim. Its partition records the partition of the original dim as its `home`, so that the inverse transform restores the
+dim. Its partition records the partition of the original dim as `moved_from`, so that the inverse transform restores the
 original shards.
 """
 
@@ -125,21 +125,21 @@ class _ShardInTransform:
 
     def _is_home(self, partition: Partition, at: int) -> bool:
         """Whether the partition that `partition` has replaced is a partition of dim `at`."""
-        home = partition.home
+        home = partition.moved_from
         if home is None or home.mesh_dims != partition.mesh_dims:
             return False
         return compat.statically_known_true(home.size == self.layout.shape[at])
 
     def _replacement(self, partition: Partition, at: int) -> Partition:
         """Returns the partition of dim `at` that replaces `partition`, which it records as its home."""
-        size, home = self.layout.shape[at], partition.home
+        size, home = self.layout.shape[at], partition.moved_from
         if home is not None and self._is_home(partition, at):
-            return replace(home, home=replace(partition, home=None))
+            return replace(home, moved_from=replace(partition, moved_from=None))
         if partition.has_symbols:  # static shard sizes that differ would give every rank its own graph
             divided = derive("divided", [partition], [size, *partition.parts], size, self.layout.mesh)[0]
         else:
             divided = Partition.chunk(partition.mesh_dims, partition.parts, size)
-        return replace(divided, home=replace(partition, home=None))
+        return replace(divided, moved_from=replace(partition, moved_from=None))
 
 
 def _start(x: Sharded, op: OpOverload, args: tuple[object, ...]) -> tuple[_ShardInTransform, Sequence[IntLike]]:

@@ -148,7 +148,7 @@ def _partition_of_table(values: Layout, ndim: int, at: Sequence[int], total: Int
     """
     trailing = ndim - 1 - at[-1]
     gathered = values.partitions[at[0] : len(values.partitions) - trailing]
-    tables = [c.named_rows(total) for c in gathered if c is not None]
+    tables = [c.indexed_rows_of_size(total) for c in gathered if c is not None]
     return next((c for c in tables if c is not None), None)
 
 
@@ -219,7 +219,7 @@ def _add_into_zeros(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor]
 def _was_gathered(source: object, dim: int, size: IntLike) -> bool:
     """Whether the source was gathered from sharded rows, as many as the `size` of the target."""
     partition = source.layout.partitions[dim] if isinstance(source, TensorArg) and 0 <= dim < source.ndim else None
-    return partition is not None and partition.named_rows(size) is not None
+    return partition is not None and partition.indexed_rows_of_size(size) is not None
 
 
 def _adds_to_rows(call: OpCall) -> bool:

@@ -33,7 +33,7 @@ from shardcompile.collectives import (
 from shardcompile.compat import OpOverload
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded, shard_of
-from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, neighbouring
+from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, with_one_segment
 
 aten = torch.ops.aten
 
@@ -86,15 +86,15 @@ def links_of(
     parts = (
         partition.kind,
         partition.mesh_dims,
-        *map(compat.expression_of, (partition.key, partition.size, partition.inner, partition.scale)),
+        *map(compat.expression_of, (partition.key, partition.size, partition.coarsening, partition.scale)),
     )
-    group, runs = compat.group_name_of(mesh, partition.mesh_dims[0]), compat.expression_of(partition.runs)
-    what = ("links", *parts, partition.shards, runs, wraps, group)
+    group, runs = compat.group_name_of(mesh, partition.mesh_dims[0]), compat.expression_of(partition.num_segments)
+    what = ("links", *parts, partition.known_sizes, runs, wraps, group)
 
     def make() -> LocalGatherPlan:
         with compat.unrecorded_symbols(numbers):
             return make_gather_plan(
-                _interleaved(numbers, partition, wraps), neighbouring(partition), mesh, about, str(op), wraps=wraps
+                _interleaved(numbers, partition, wraps), with_one_segment(partition), mesh, about, str(op), wraps=wraps
             )
 
     return compat.once_for_value(numbers, what, make)
@@ -105,12 +105,12 @@ def _interleaved(index: Tensor, partition: Partition, wraps: bool) -> Tensor:
 
     In this order the rows of a shard are contiguous. Indices that are out of range stay so.
     """
-    if compat.is_one(partition.runs):
+    if compat.is_one(partition.num_segments):
         return index
     size: Any = partition.size
-    segment_size = index.new_full([], size // partition.runs).clamp(min=1)
+    segment_size = index.new_full([], size // partition.num_segments).clamp(min=1)
     row = torch.where(index < 0, index + size, index) if wraps else index
-    segments: Any = partition.runs
+    segments: Any = partition.num_segments
     interleaved = row.remainder(segment_size) * segments + row.div(segment_size, rounding_mode="floor")
     return torch.where((row < 0) | (row >= size), index, interleaved)
 
@@ -118,14 +118,18 @@ def _interleaved(index: Tensor, partition: Partition, wraps: bool) -> Tensor:
 def _interleave_rows(shard: Tensor, partition: Partition) -> Tensor:
     """Permutes the rows of a shard, [n, ...], to the order of `_interleaved`."""
     return (
-        shard if compat.is_one(partition.runs) else _transposed(shard, partition.runs, shard.shape[0] // partition.runs)
+        shard
+        if compat.is_one(partition.num_segments)
+        else _transposed(shard, partition.num_segments, shard.shape[0] // partition.num_segments)
     )
 
 
 def _deinterleave_rows(shard: Tensor, partition: Partition) -> Tensor:
     """The inverse of `_interleave_rows`."""
     return (
-        shard if compat.is_one(partition.runs) else _transposed(shard, shard.shape[0] // partition.runs, partition.runs)
+        shard
+        if compat.is_one(partition.num_segments)
+        else _transposed(shard, shard.shape[0] // partition.num_segments, partition.num_segments)
     )
 
 
@@ -154,7 +158,7 @@ def _result_placements(
         if d != dim:
             partitions[d if d < dim else d + at - 1] = c
     for d, c in enumerate(index.partitions):
-        partitions[dim + d] = c.naming(rows) if c is not None and c.mesh_dims == rows.mesh_dims else c
+        partitions[dim + d] = c.with_indexed_rows(rows) if c is not None and c.mesh_dims == rows.mesh_dims else c
     placements: list[Placement] = [Replicate()] * len(layout.placements)
     for d, c in enumerate(partitions):
         for m in () if c is None else c.mesh_dims:
@@ -249,7 +253,7 @@ def _target_partition(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Par
     if isinstance(x, Sharded) and x._spec.layout.partitions[dim] is not None:
         return x._spec.layout.partitions[dim]
     partition = source._spec.layout.partitions[dim] if isinstance(source, Sharded) else None
-    return None if partition is None else partition.named_rows(x.shape[dim])
+    return None if partition is None else partition.indexed_rows_of_size(x.shape[dim])
 
 
 def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: Sequence[IntLike]) -> Tensor:

@@ -216,7 +216,9 @@ def _gather_from_segments(x: Tensor, dim: int, index: Any, op: OpOverload, args:
     partition = x._spec.layout.partitions[dim] if isinstance(x, Sharded) else None
     if not isinstance(x, Sharded) or x._spec.layout.is_partial or not is_linked(index, partition):
         return NotImplemented
-    if any(c is not None and not compat.is_one(c.runs) for d, c in enumerate(x._spec.layout.partitions) if d != dim):
+    if any(
+        c is not None and not compat.is_one(c.num_segments) for d, c in enumerate(x._spec.layout.partitions) if d != dim
+    ):
         return NotImplemented
     meta = global_meta(op, args, {})
     return taken(x, dim, index, compat.global_sizes(meta.shape), compat.retrace(meta.stride()), op)

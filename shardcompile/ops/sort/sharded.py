@@ -12,7 +12,7 @@ from shardcompile.ops import ShardedDecomposition, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
-from shardcompile.sharding import IntLike, Layout, contiguous_stride, is_sharded_once, neighbouring
+from shardcompile.sharding import IntLike, Layout, contiguous_stride, is_sharded_once, with_one_segment
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, T
     with compat.unrecorded_symbols(x._local_tensor):
         rows, indices, found = sort_rows(x._local_tensor, partition, layout.mesh, descending)
         source = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [found])
-        target = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [neighbouring(partition)])
+        target = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [with_one_segment(partition)])
         parts = [_redistributed(x, part, source, target) for part in (rows, indices)]
     return parts[0], parts[1]
 

@@ -25,7 +25,7 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     old_size, new_size = layout.dtype.itemsize, call.args[1].itemsize
     yield from (along([d], [d]) for d in range(ndim if old_size == new_size else last))
     if old_size > new_size:
-        yield along([last], [last], lambda partition: partition.scaled(old_size // new_size))
+        yield along([last], [last], lambda partition: partition.flatten_trailing(old_size // new_size))
     if old_size < new_size:
         count = new_size // old_size
         whole_rows = WholeRows(count, layout.shape[last] // count)

@@ -25,38 +25,38 @@ from shardcompile.ops.view.rows import wrap
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
-from shardcompile.sharding import Apart, Layout, has_runs, neighbouring
+from shardcompile.sharding import Layout, Unflattened, has_segments, with_one_segment
 
 aten = torch.ops.aten
 
 
 def is_joined(x: object) -> TypeGuard[Sharded]:
     """Whether `x` is a sharded tensor with a dim whose local shards hold rows of several segments."""
-    return isinstance(x, Sharded) and has_runs(x._spec.layout)
+    return isinstance(x, Sharded) and has_segments(x._spec.layout)
 
 
 def layout_in_one_piece(layout: Layout) -> Layout:
     """The layout with shards of contiguous rows to which `in_one_piece` redistributes; found without communication."""
-    if not has_runs(layout):
+    if not has_segments(layout):
         return layout
     if not _is_exchanged(layout):
         return _plan_view(layout)[2]
-    partitions = [None if c is None else neighbouring(c) for c in layout.partitions]
+    partitions = [None if c is None else with_one_segment(c) for c in layout.partitions]
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 
 def _is_exchanged(layout: Layout) -> bool:
     """Whether one exchange gives each rank as many contiguous rows: a single mesh dim shards each flattened dim."""
-    return not any(c is not None and not is_one(c.runs) and len(c.mesh_dims) > 1 for c in layout.partitions)
+    return not any(c is not None and not is_one(c.num_segments) and len(c.mesh_dims) > 1 for c in layout.partitions)
 
 
-def _plan_view(layout: Layout) -> tuple[Apart, Choice, Layout]:
+def _plan_view(layout: Layout) -> tuple[Unflattened, Choice, Layout]:
     """Plans the view that flattens the leading dims again, such that shards have contiguous rows.
 
     Returns:
         How leading dims are split off, the strategy of the view, and the layout of its result.
     """
-    apart = Apart.of(layout)
+    apart = Unflattened.of(layout)
     source = TensorArg(apart.layout(layout))
     rule = find_rule(aten.reshape.default)
     assert rule is not None, "views have a rule"

@@ -182,7 +182,7 @@ def _leaves_segments(
         o: position in `outs` of the sharded output dim.
     """
     partition = layout.partitions[ins[i]]
-    segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if partition is None else partition.runs)
+    segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if partition is None else partition.num_segments)
     before = _numel([dst[d] for d in outs[:o]])
     return not compat.statically_known_true(segments == before)
 
@@ -223,16 +223,18 @@ class WholeRows:
         None if the view needs no other partition; if shards hold rows of several segments; if there are more ranks than
         groups; or if a trace would specialise on the new shard sizes, which would make the graphs of the ranks differ.
         """
-        if compat.size_hint(self.rows) < 2 or not is_one(partition.runs):
+        if compat.size_hint(self.rows) < 2 or not is_one(partition.num_segments):
             return None
         if compat.size_hint(self.count) < math.prod(partition.parts):
             return None
         if through(partition) is not None:
             return None
-        if compat.is_compiling() and partition.shards is not None and partition.kind != "fixed":
+        if compat.is_compiling() and partition.known_sizes is not None and partition.kind != "fixed":
             return None
         window = [self.count, self.rows, 1, 0, self.rows - 1, 0]
-        return replace(derive("reading", [partition], window, self.count, mesh)[0].scaled(self.rows), makeshift=True)
+        return replace(
+            derive("reading", [partition], window, self.count, mesh)[0].flatten_trailing(self.rows), provisional=True
+        )
 
 
 def _through_view(
@@ -246,23 +248,23 @@ def _through_view(
         allows_segments: whether shards may hold rows of several segments.
         partition: partition of the input dim.
     """
-    if partition.shards is not None and not all(isinstance(n, int) for n in (*src_sides, *dst_sides)):
+    if partition.known_sizes is not None and not all(isinstance(n, int) for n in (*src_sides, *dst_sides)):
         if partition.kind != "chunk" or not partition.is_even:
             return None  # static shard sizes that differ would become symbolic
-        partition = replace(partition, shard=partition.shards[0], shards=None)
-    flat = partition.scaled(src_sides[1]).joined(src_sides[0])
-    if not compat.divides(dst_sides[0], flat.runs):
+        partition = replace(partition, traced_local_size=partition.known_sizes[0], known_sizes=None)
+    flat = partition.flatten_trailing(src_sides[1]).flatten_leading(src_sides[0])
+    if not compat.divides(dst_sides[0], flat.num_segments):
         return None
-    flat = flat.parted(dst_sides[0])
-    out = flat.unscaled(dst_sides[1])
-    if out is None or (not is_one(out.runs) and not allows_segments):
+    flat = flat.unflatten_leading(dst_sides[0])
+    out = flat.unflatten_trailing(dst_sides[1])
+    if out is None or (not is_one(out.num_segments) and not allows_segments):
         return None
-    return None if _only_by_chance(partition, dst_sides[1] * flat.runs, flat.scale, out) else out
+    return None if _only_by_chance(partition, dst_sides[1] * flat.num_segments, flat.scale, out) else out
 
 
 def merged_partition(count: int, partition: Partition) -> Partition | None:
     """Returns the partition after each `count` rows became one; None if some of these are on several ranks."""
-    out = partition.unscaled(count)
+    out = partition.unflatten_trailing(count)
     return None if out is None or _only_by_chance(partition, count, partition.scale, out) else out
 
 

@@ -68,7 +68,10 @@ def has_static_sizes(x: Tensor) -> bool:
     """
     partitions = x._spec.layout.partitions if isinstance(x, Sharded) else ()
     return any(
-        c is not None and c.is_traced and isinstance(c.shard, int) and not (isinstance(c.size, int) and c.size == 0)
+        c is not None
+        and c.is_traced
+        and isinstance(c.traced_local_size, int)
+        and not (isinstance(c.size, int) and c.size == 0)
         for c in partitions
     )
 
@@ -80,15 +83,15 @@ def sliced_partition(
     the first of them.
     """
     found, row = derive("sliced", [partition], [start, step, count], count, mesh)
-    if found.shards is not None and partition.shards is None:
+    if found.known_sizes is not None and partition.known_sizes is None:
         return found, row  # no rows at all; a static partition remembers no symbols
     if (
-        partition.core is not None
+        partition.unpadded is not None
         and step == 1
-        and _statically_same((start, count), (partition.core[1], partition.core[0].size))
+        and _statically_same((start, count), (partition.unpadded[1], partition.unpadded[0].size))
     ):
-        return partition.core[0], row
-    return found.of_rows(partition, start, step), row
+        return partition.unpadded[0], row
+    return found.with_origin(partition, start, step), row
 
 
 def base_of(partition: Partition, size: IntLike, start: IntLike, step: int) -> Partition | None:

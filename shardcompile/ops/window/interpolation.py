@@ -69,7 +69,7 @@ def _nearest_backward(
     if factors is None or has_static_sizes(grad):
         return NotImplemented
     partitions = grad._spec.layout.partitions[first:]
-    if any(c is not None and c.unscaled(f) is None for c, f in zip(partitions, factors, strict=True)):
+    if any(c is not None and c.unflatten_trailing(f) is None for c, f in zip(partitions, factors, strict=True)):
         return NotImplemented
     for d, factor in enumerate(factors, first):
         grad = grad.unflatten(d, (input_size[d], factor)).sum(d + 1)

@@ -121,7 +121,9 @@ def _windows(call: OpCall) -> Iterable[Strategy]:
         yield along([0], [0])
     size = math.prod(call.arg(1 if unfolds else 2, "kernel_size"))
     yield along(
-        [channels], [channels], lambda partition: partition.scaled(size) if unfolds else partition.unscaled(size)
+        [channels],
+        [channels],
+        lambda partition: partition.flatten_trailing(size) if unfolds else partition.unflatten_trailing(size),
     )
     yield from (partial([op], [op]) for op in ("sum", "avg"))
 

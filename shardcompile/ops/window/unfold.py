@@ -47,8 +47,8 @@ def unfold(x: Sharded, dim: int, size: int, step: int) -> Tensor:
     source, count = layout.partition_of(dim), compat.global_sizes(meta.shape)[dim]
     reads = Reads.of(dim, source, count, window, layout.mesh)
     partition = reads.partition  # may be that of the rows before padding, or `source` itself
-    if source.core is None or partition is not source.core[0]:
-        partition = partition.of_rows(source, window.shift, step)
+    if source.unpadded is None or partition is not source.unpadded[0]:
+        partition = partition.with_origin(source, window.shift, step)
     out = with_partition(layout, dim, partition)
     out = Layout.of(out.mesh, out.placements, (*out.shape, size), out.dtype, (*out.partitions, None))
 
@@ -123,7 +123,7 @@ def _col2im(
     partition = x._spec.layout.partitions[-1] if isinstance(x, Sharded) else None
     if not isinstance(x, Sharded) or partition is None or not _has_halo(x, x.ndim - 1) or tuple(dilation) != (1, 1):
         return NotImplemented
-    if not isinstance(num_columns, int) or partition.unscaled(num_columns) is None:
+    if not isinstance(num_columns, int) or partition.unflatten_trailing(num_columns) is None:
         return NotImplemented
     if x.ndim == 2:
         return aten.col2im.default(x.unsqueeze(0), size, kernel, dilation, padding, stride).squeeze(0)
