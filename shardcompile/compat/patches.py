@@ -38,6 +38,7 @@ from shardcompile.compat.replacements import (
     clamped_ends,
     collectives_stay,
     decide_by_hint_where_guards_are_suppressed,
+    failed_checks,
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
@@ -424,6 +425,16 @@ OF_A_COMPILATION = (
         "TypeError: Expected a number but got FloorDiv.",
         "2.11 - 2.15",
         clamped_ends,
+    ),
+    Patch(
+        "failed_checks",
+        "torch._inductor.sizevars.SizeVarAllocator.expect_true",
+        "When Inductor lowers a view, it tries one formula, checks it, and takes another one if the check fails. The "
+        "failed check leaves a guard on the size of a shard, which ranks with one row fail.",
+        "View._dynamic_reshape_indexer checks a formula that need not hold, and check_equals guards that it does not: "
+        "x.view(2 * s, 2) of an x [s, 4] installs s != 1. A check that fails by the hints needs no guard.",
+        "2.11 - 2.15",
+        failed_checks,
     ),
     ORDER_BY_DIVISORS,
     ORDERS_OF_UNKNOWN_STRIDES,

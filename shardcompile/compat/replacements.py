@@ -143,6 +143,27 @@ def clamped_ends(stack: contextlib.ExitStack) -> None:
     replace(stack, SizeVarAllocator, "evaluate_max", lambda _: _one_of_two_if_known(Max, 1))  # 2.11 - 2.15
 
 
+def failed_checks(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.sizevars import SizeVarAllocator
+
+    replace(stack, SizeVarAllocator, "expect_true", _without_a_guard_if_false)  # 2.11 - 2.15
+
+
+def _without_a_guard_if_false(expect: Callable[..., bool]) -> Callable[..., bool]:
+    """Have a check whose condition does not hold for the hints return False, and install no guard."""
+
+    def expected(self: SizeVarAllocator, condition: sympy.Basic) -> bool:
+        unbacked = any(symbol_is_type(s, SymT.UNBACKED_INT) for s in condition.free_symbols)
+        if not unbacked and not self.statically_known_true(condition):
+            with self.shape_env.suppress_guards():
+                if not self.shape_env.evaluate_expr(condition):
+                    return False
+        return expect(self, condition)
+
+    return expected
+
+
 def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[..., tuple[bool, object]]:
     """Have Dynamo trace a sharded buffer of a module like a sharded input: one graph for every partition."""
 

@@ -570,6 +570,12 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (6,), "S(0)", {0: [0, 6, 0]}), Input("a1", (6,))],
         3,
     ),
+    "failed_checks": Fuzzed(
+        ["v6 = a1 / (a0.abs() + 0.5)  # if away(a0, 0)", "v7 = v6.view(-1, 2) * 2"],
+        [Input("a0", (2, 1), "S(0) S(0)", {1: [0, 1, 0, 1]}, grad=True), Input("a1", (2, 4))],
+        (2, 2),
+        "inductor",
+    ),
     "guards_of_cached_code": Fuzzed(
         [
             *("v0 = a2 / (a0.abs() + 0.5)  # if away(a0, 0)", "v1 = torch.lerp(v0, a2.to(v0.dtype), 0.3)"),
