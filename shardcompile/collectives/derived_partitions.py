@@ -89,7 +89,7 @@ def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
     if partition.kind == "chunk":
         for of_input in compat.inputs_noted(_name(partition, mesh)):
             if of_input.kind == "chunk" or of_input.guard_chunked():
-                return compat.retrace([of_input.shard])[0]  # type: ignore[no-any-return]
+                return compat.retrace([of_input.traced_local_size])[0]  # type: ignore[no-any-return]
     shard = derive("located", [replace(partition, num_segments=1)], [], partition.size, mesh)[0].traced_local_size
     if shard is None:  # the shards of a dim without rows are static
         return 0

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import sympy
 import torch
@@ -216,13 +216,15 @@ def _is_of_plain_tensors(node: SymNode) -> bool:
 
 def guards_of_cached_code(stack: contextlib.ExitStack) -> None:
     known: dict[str, object] = symbolic_shapes.SYMPY_INTERP  # 2.11 - 2.15
-    for name, of_two in (("min", torch.sym_min), ("max", torch.sym_max)):
-        known[name] = functools.partial(_of_all, of_two)
+    for name, of_two, of_numbers in (("min", torch.sym_min, min), ("max", torch.sym_max, max)):
+        known[name] = functools.partial(_of_all, of_two, of_numbers)
         stack.callback(known.pop, name)
 
 
-def _of_all(of_two: Callable[[IntLike, IntLike], IntLike], *sizes: IntLike) -> IntLike:
-    return functools.reduce(of_two, sizes)
+def _of_all(of_two: Callable[[Any, Any], Any], of_numbers: Callable[..., object], *sizes: Any) -> object:
+    if any(isinstance(n, torch.SymInt) for n in sizes):
+        return functools.reduce(of_two, [n if isinstance(n, torch.SymInt) else int(n) for n in sizes])
+    return of_numbers(*sizes)
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:
