@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
-from shardcompile.ops import OpRecord
+from shardcompile.ops import NotServed, OpRecord
 from shardcompile.ops.choice import Choice
 from shardcompile.ops.index.in_range import check_indices
 from shardcompile.ops.random.streams import drawn
@@ -73,7 +73,7 @@ class Decomposed(Entry):
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        if out is not NotImplemented:
+        if out is not NotImplemented and not isinstance(out, NotServed):
             return self._with_strides(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 

@@ -5,6 +5,7 @@ of rules. The folders are families of ops. In each, `rule.py` sees layouts only,
 other ops on sharded tensors, and `kernels.py` has what runs on one local shard. `families` imports all of them.
 """
 
+from shardcompile.ops.record import NotServed as NotServed
 from shardcompile.ops.record import OpRecord as OpRecord
 from shardcompile.ops.record import Order as Order
 from shardcompile.ops.record import Rule as Rule

@@ -69,18 +69,29 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class NotServed:
+    """What a decomposition returns for a call that it does not support.
+
+    Attributes:
+        reason: why a decomposition does not support a call, such as "the index is sharded differently from the rows".
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class ShardedDecomposition:
     """A sharded decomposition: an op on sharded tensors, written in terms of other ops on sharded tensors.
 
     Attributes:
-        run: the decomposition; returns NotImplemented for calls that it does not support.
+        run: the decomposition; returns `NotServed` for calls that it does not support.
         always: whether every call uses it. Otherwise a call uses it where the rule would have to communicate. Changing
             the shard sizes of a dim that is already sharded does not count as communication here.
         stored: which results get the strides that the op itself would give them; the others keep the strides with which
             `run` returns them.
         preferred: tells for a call whether it uses the decomposition even where the rule does not communicate.
         joined: the decomposition for tensors whose sharded dim was flattened together with leading dims, so that a
-            local shard consists of several segments; returns NotImplemented for calls that need contiguous shards.
+            local shard consists of several segments; returns `NotServed` for calls that need contiguous shards.
     """
 
     run: Run

@@ -1,4 +1,4 @@
-"""A sharded decomposition that does not serve a call answers NotImplemented to dispatch, and to nobody else."""
+"""A sharded decomposition that does not serve a call tells dispatch why by a `NotServed`, and nobody else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def _may_not_serve(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """By module, the functions known there that may return NotImplemented: their own, or another such function's."""
+    """By module, the functions known there that may return a NotServed: their own, or another such function's."""
     names: dict[str, set[str]] = {module: set() for module in trees}
     while True:
         before = sum(map(len, names.values()))
@@ -45,20 +45,19 @@ def _may_not_serve(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 def _may_return(function: ast.FunctionDef, names: set[str]) -> bool:
     returned = [n.value for n in _own_nodes(function) if isinstance(n, ast.Return) and n.value is not None]
     return any(
-        (isinstance(a, ast.Name) and a.id == "NotImplemented")
-        or (isinstance(a, ast.Call) and isinstance(a.func, ast.Name) and a.func.id in names)
+        isinstance(a, ast.Call) and isinstance(a.func, ast.Name) and a.func.id in {"NotServed", *names}
         for value in returned
         for a in _answers(value)
     )
 
 
 def _lost(tree: ast.Module, names: set[str]) -> list[str]:
-    """Calls of such functions whose results are neither returned nor compared with NotImplemented."""
+    """Calls of such functions whose results are neither returned nor compared with NotServed."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     compared = {
-        ast.unparse(n.left)
+        ast.unparse(n.args[0])
         for n in ast.walk(tree)
-        if isinstance(n, ast.Compare) and ast.unparse(n.comparators[0]) == "NotImplemented"
+        if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance" and ast.unparse(n.args[1]) == "NotServed"
     }
     found = []
     for call in ast.walk(tree):
@@ -73,9 +72,13 @@ def _lost(tree: ast.Module, names: set[str]) -> list[str]:
     return found
 
 
-def test_no_decomposition_takes_the_answer_of_another_one_for_a_tensor() -> None:
+def _trees() -> dict[str, ast.Module]:
     files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in SOURCES if p.is_relative_to(OPS)}
-    trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
+    return {module: ast.parse(path.read_text()) for module, path in files.items()}
+
+
+def test_no_decomposition_takes_the_answer_of_another_one_for_a_tensor() -> None:
+    trees = _trees()
     names = _may_not_serve(trees)
     assert {"cat", "split", "select"} <= names["shardcompile.ops.view.rows"]
     assert "taken" in names["shardcompile.ops.index.sharded"], "it is imported"
@@ -83,9 +86,31 @@ def test_no_decomposition_takes_the_answer_of_another_one_for_a_tensor() -> None
     assert not lost, "call the op in place of the function: dispatch then knows what else to do"
 
 
+def _reasons(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The texts in calls of NotServed, and in functions that return a reason: "Why ... does not hold; empty if ..."."""
+    for node in ast.walk(tree):
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func) == "NotServed"
+        is_function = isinstance(node, ast.FunctionDef) and (ast.get_docstring(node) or "").startswith("Why ")
+        returned = [n for n in ast.walk(node) if isinstance(n, ast.Return)] if is_function else []
+        for part in [node] if is_call else returned:
+            yield from (n for n in ast.walk(part) if isinstance(n, ast.Constant) and n.value != "")
+
+
+def test_every_decomposition_states_a_reason() -> None:
+    reasons = []
+    for module, tree in _trees().items():
+        nameless = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "NotImplemented"]
+        assert not nameless, f"{module}:{nameless} gives no reason"
+        reasons += [(f"{module}:{n.lineno}", n.value) for n in _reasons(tree)]
+    assert len({text for _, text in reasons}) > 50
+    for place, text in reasons:
+        assert 3 <= len(text.split()) <= 12 and text[0].islower() and text[-1].isalnum(), f"{place}: {text}"
+        assert "support" not in text and "serve" not in text, f"{place}: {text}"
+
+
 def test_such_a_call_would_be_found() -> None:
     tree = ast.parse(
-        "def roll(x):\n    if not x.ndim:\n        return NotImplemented\n    return x\n\n\n"
+        "def roll(x):\n    if not x.ndim:\n        return NotServed('it has no dims')\n    return x\n\n\n"
         "def both(x):\n    return view(roll(x))\n\n\ndef passed_on(x):\n    return roll(x) if x else roll(-x)\n"
     )
     user = ast.parse("from ops import roll\n\n\ndef twice(x):\n    return [roll(x), roll(x)]\n")

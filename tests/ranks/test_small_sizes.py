@@ -22,7 +22,7 @@ import shardcompile as sc
 from shardcompile import config
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.ops import always, state
+from shardcompile.ops import NotServed, always, state
 from shardcompile.testing import mesh, once
 
 
@@ -113,7 +113,7 @@ def _op(name: str, schema: str, kernel: Any, tags: tuple[torch.Tag, ...] = ()) -
     torch.library.define(f"shardcompile_small_sizes::{name}", schema, tags=tags)
     torch.library.impl(f"shardcompile_small_sizes::{name}", "CompositeExplicitAutograd", kernel)
     op: OpOverload = getattr(torch.ops.shardcompile_small_sizes, name).default
-    state(op, sharded=always(lambda *_: NotImplemented))
+    state(op, sharded=always(lambda *_: NotServed("it is an example")))
     return op
 
 

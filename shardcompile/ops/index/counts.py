@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import Layout
@@ -17,16 +17,26 @@ from shardcompile.sharding import Layout
 aten = torch.ops.aten
 
 
-def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> Tensor | NotServed:
     """``aten.bincount`` of a sharded tensor; in a trace, where its values are unknown, the rules apply."""
-    if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_floating_point or compat.is_fake(x._local_tensor):
-        return NotImplemented
+    if not isinstance(x, Sharded):
+        return NotServed("the input is not sharded")
+    if x.ndim != 1:
+        return NotServed("the input is not 1-d")
+    if x.dtype.is_floating_point:
+        return NotServed("the dtype is floating point")
+    if compat.is_fake(x._local_tensor):
+        return NotServed("the number of counts is unknown in a trace")
     x = reduced(x)
-    if x._spec.layout.partitions[0] is None or x.shape[0] == 0 or (weights is not None and weights.shape != x.shape):
-        return NotImplemented
+    if x._spec.layout.partitions[0] is None:
+        return NotServed("the input is not sharded")
+    if x.shape[0] == 0:
+        return NotServed("the input is empty")
+    if weights is not None and weights.shape != x.shape:
+        return NotServed("weights and input differ in shape")
     lowest, highest = (int(e.item()) for e in (aten.min.default(x), aten.max.default(x)))
     if lowest < 0:
-        return NotImplemented  # torch raises the error
+        return NotServed("the input has negative values")  # torch raises the error
     layout = x._spec.layout
     local_weights = None if weights is None else moved(weights, layout.with_dtype(weights.dtype))
     counts = aten.bincount.default(x._local_tensor, local_weights, max(minlength, highest + 1))
@@ -35,19 +45,23 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
     return reduced(_pending_sum(x, counts))  # as in a trace, where the op runs on full values
 
 
-def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor | NotServed:
     """``aten.histc`` of a sharded tensor; in a trace only between limits that are given."""
-    if not isinstance(x, Sharded) or not (min < max or min == max == 0):
-        return NotImplemented
+    if not isinstance(x, Sharded):
+        return NotServed("the input is not sharded")
+    if not (min < max or min == max == 0):
+        return NotServed("min is not less than max, and not both are 0")
     x = reduced(x)
-    if not any(c is not None for c in x._spec.layout.partitions) or 0 in x.shape:
-        return NotImplemented
+    if not any(c is not None for c in x._spec.layout.partitions):
+        return NotServed("the input is not sharded")
+    if 0 in x.shape:
+        return NotServed("the input is empty")
     if min == max:
         if compat.is_fake(x._local_tensor):
-            return NotImplemented
+            return NotServed("the range of the values is unknown in a trace")
         min, max = (float(e.item()) for e in (aten.min.default(x), aten.max.default(x)))
         if not (math.isfinite(min) and math.isfinite(max)):
-            return NotImplemented  # torch raises the error
+            return NotServed("the range of the values is not finite")  # torch raises the error
         min, max = (min - 1, max + 1) if min == max else (min, max)
         return reduced(_pending_sum(x, aten.histc.default(x._local_tensor, bins, min, max)))  # as in a trace
     return _pending_sum(x, aten.histc.default(x._local_tensor, bins, min, max))

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.collectives import Reduction
-from shardcompile.ops import OpCall, ShardedDecomposition, TensorArg, state
+from shardcompile.ops import NotServed, OpCall, ShardedDecomposition, TensorArg, state
 from shardcompile.ops.index.joined_indices import linked_numbers
 from shardcompile.ops.index.planned_gathers import beside, column_of, combined, zeros_in
 from shardcompile.ops.index.rule import neighbours
@@ -30,17 +30,22 @@ from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride
 aten = torch.ops.aten
 
 
-def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor | NotServed:
     """``aten.index_add`` of a source that is sharded along `dim`."""
-    if index.ndim != 1 or source.ndim != x.ndim or not x.ndim:
-        return NotImplemented
+    if not x.ndim:
+        return NotServed("the target has no dims")
+    if index.ndim != 1:
+        return NotServed("the index is not 1-d")
+    if source.ndim != x.ndim:
+        return NotServed("source and target differ in number of dims")
     dim = dim % x.ndim
-    if _matches(source, dim, x):
-        found = combined(x, dim, index, source if alpha == 1 else source * alpha, aten.index_add.default)
-        if found is not NotImplemented:
-            return found
-    if not _fits(source, dim, x):
-        return NotImplemented
+    if not _matches(source, dim, x):
+        return NotServed(_mismatch(source, dim, x))
+    found = combined(x, dim, index, source if alpha == 1 else source * alpha, aten.index_add.default)
+    if not isinstance(found, NotServed):
+        return found
+    if not _has_as_many_elements(source, x):
+        return NotServed("the target has more elements than the source")
     added = reduced(source)
     layout = added._spec.layout
     partition = layout.partition_of(dim)
@@ -50,18 +55,21 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     )
 
 
-def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | NotServed:
     """``aten.scatter_add`` of a source that is sharded along `dim`."""
-    if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
-        return NotImplemented
+    misfit = _misfit(x, index, source)
+    if misfit:
+        return NotServed(misfit)
     dim = dim % x.ndim
-    column = column_of(index, dim, x.shape) if _matches(source, dim, x) else None
+    if not _matches(source, dim, x):
+        return NotServed(_mismatch(source, dim, x))
+    column = column_of(index, dim, x.shape)
     if column is not None:
         found = combined(x, dim, column, source, aten.scatter_add.default)
-        if found is not NotImplemented:
+        if not isinstance(found, NotServed):
             return found
-    if not _fits(source, dim, x):
-        return NotImplemented
+    if not _has_as_many_elements(source, x):
+        return NotServed("the target has more elements than the source")
     added = reduced(source)
     local_index = moved(index, added._spec.layout)
     return _add_into_zeros(
@@ -71,69 +79,79 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 
 def scatter_reduce(
     x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction, *, include_self: bool = True
-) -> Tensor:
+) -> Tensor | NotServed:
     """``aten.scatter_reduce`` of a source that is sharded along `dim`, by an index of entire rows."""
-    if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
-        return NotImplemented
+    misfit = _misfit(x, index, source)
+    if misfit:
+        return NotServed(misfit)
     dim = dim % x.ndim
-    if not _matches(source, dim, x) or (reduce == "mean" and not x.dtype.is_floating_point) or x.dtype.is_complex:
-        return NotImplemented
+    if not _matches(source, dim, x):
+        return NotServed(_mismatch(source, dim, x))
+    if reduce == "mean" and not x.dtype.is_floating_point:
+        return NotServed("the mean is not of floating point numbers")
+    if x.dtype.is_complex:
+        return NotServed("the dtype is complex")
     column = column_of(index, dim, x.shape)
     if column is None:
-        return NotImplemented
+        return NotServed("the index does not name entire rows")
     return combined(x, dim, column, source, aten.scatter_reduce.two, reduce, include_self=include_self)
 
 
-def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
+def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor | NotServed:
     """``aten.index_put`` by an index of one dim, by indices of adjacent dims, or of one value by a mask."""
     indices = beside(indices, x)
     at = [d for d, index in enumerate(indices) if index is not None]
     if len(at) == 1 and indices[at[0]].dtype is torch.bool and values.ndim == 0 and indices[at[0]].ndim:
         mask, trailing = indices[at[0]], x.ndim - at[0] - indices[at[0]].ndim
         if trailing < 0 or not _same(mask.shape, x.shape[at[0] : x.ndim - trailing]):
-            return NotImplemented
+            return NotServed("the mask and the dims that it indexes differ in shape")
         value = values.to(x.dtype)
         return torch.where(mask[(..., *[None] * trailing)], x + value if accumulate else value, x)
     if len(at) > 1:
         return _put_flattened(x, indices, values, accumulate)
-    if not at or not indices[at[0]].ndim:
-        return NotImplemented
+    if not at:
+        return NotServed("no dim is indexed")
+    if not indices[at[0]].ndim:
+        return NotServed("the index has no dims")
     dim, index = at[0], indices[at[0]]
-    if index.dtype in (torch.bool, torch.uint8) or values.ndim != x.ndim + index.ndim - 1:
-        return NotImplemented
-    if not _same(values.shape[dim : dim + index.ndim], index.shape):
-        return NotImplemented
+    if index.dtype in (torch.bool, torch.uint8):
+        return NotServed("the index is a mask")
+    if values.ndim != x.ndim + index.ndim - 1 or not _same(values.shape[dim : dim + index.ndim], index.shape):
+        return NotServed("the values are broadcast to the indexed rows")
     if index.ndim == 1:
         values = _shard_like_index(values, dim, index)
     else:
         index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
-    if _matches(values, dim, x):
-        reduce: Reduction = "sum" if accumulate else "any"
-        found = combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
-        if found is not NotImplemented:
-            return found
-    if not accumulate:
-        return NotImplemented
+    reduce: Reduction = "sum" if accumulate else "any"
+    found = (
+        combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
+        if _matches(values, dim, x)
+        else NotServed(_mismatch(values, dim, x))
+    )
+    if not accumulate or not isinstance(found, NotServed):
+        return found
     return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
 
 
-def _put_flattened(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Tensor:
+def _put_flattened(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Tensor | NotServed:
     """``aten.index_put`` by indices of several adjacent dims: these are flattened, written to, and unflattened."""
     at = neighbours(indices)
-    if not at or not isinstance(values, Sharded):
-        return NotImplemented
+    if not at:
+        return NotServed("the indexed dims are not adjacent, or an index is a mask")
+    if not isinstance(values, Sharded):
+        return NotServed("the values are not sharded")
     sizes = [x.shape[d] for d in at]
     total = math.prod(sizes)
     own_partitions = x._spec.layout.partitions[at[0] : at[-1] + 1] if isinstance(x, Sharded) else ()
     candidates = (_partition_of_table(values._spec.layout, x.ndim, at, total), *own_partitions)
     partition = next((c for c in candidates if c is not None), None)
     flat_index = linked_numbers(partition, sizes, [indices[d] for d in at])
-    if flat_index is None:
-        return NotImplemented
+    if isinstance(flat_index, NotServed):
+        return flat_index
     shape = [*x.shape[: at[0]], total, *x.shape[at[-1] + 1 :]]
     rows = x.new_zeros(shape) if compat.is_new_zeros(shard_of(x)) else x.reshape(shape)
     written = index_put(rows, [*[None] * at[0], flat_index], values, accumulate)
-    return written if written is NotImplemented else written.unflatten(at[0], sizes)
+    return written if isinstance(written, NotServed) else written.unflatten(at[0], sizes)
 
 
 def _partition_of_table(values: Layout, ndim: int, at: Sequence[int], total: IntLike) -> Partition | None:
@@ -152,22 +170,30 @@ def _partition_of_table(values: Layout, ndim: int, at: Sequence[int], total: Int
     return next((c for c in tables if c is not None), None)
 
 
-def _put_segments(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+def _put_segments(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor | NotServed:
     """``aten.index_put`` into new zeros with a flattened dim: remakes the zeros with shards of contiguous rows."""
     if not isinstance(x, Sharded):
-        return NotImplemented
+        return NotServed("the target is not sharded")
     layout = layout_in_one_piece(x._spec.layout)
     shard = zeros_in(x, layout)
     if shard is None:
-        return NotImplemented
+        return NotServed("the target is not known to be zeros")
     zeros = wrap(x, shard, layout, x._spec.stride)
     return aten.index_put.default(zeros, in_one_piece(indices), in_one_piece(values), accumulate)  # type: ignore[no-any-return]
 
 
-def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: int, by_frequency: bool) -> Tensor:
+def embedding_backward(
+    grad: Tensor, indices: Tensor, rows: IntLike, padding: int, by_frequency: bool
+) -> Tensor | NotServed:
     """The gradient of an embedding table, partitioned like the table that the embeddings were gathered from."""
-    if by_frequency or not isinstance(grad, Sharded) or not indices.ndim or grad.ndim < 2:
-        return NotImplemented
+    if by_frequency:
+        return NotServed("the gradient is scaled by frequency")
+    if not isinstance(grad, Sharded):
+        return NotServed("the gradient is not sharded")
+    if not indices.ndim or grad.ndim < 2:
+        return NotServed("the indices have no dims")
     if padding >= 0:
         grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
     flat_grad, flat_indices = grad.flatten(0, -2), indices.flatten()
@@ -190,18 +216,35 @@ def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
     return all(compat.same_symbol(m, n) for m, n in zip(a, b, strict=True))
 
 
+def _misfit(x: Tensor, index: Tensor, source: Tensor) -> str:
+    """Why the shapes rule out `scatter_add` and `scatter_reduce`; empty if they do not."""
+    if not x.ndim:
+        return "the target has no dims"
+    if not index.ndim == source.ndim == x.ndim:
+        return "index, source and target differ in number of dims"
+    return "" if _same(index.shape, source.shape) else "index and source differ in shape"
+
+
 def _matches(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
     """Whether the source is sharded along `dim`, and has the dtype of the target and its sizes along the other dims."""
-    if not isinstance(source, Sharded) or source._spec.layout.partitions[dim] is None or x.dtype is not source.dtype:
-        return False
+    return not _mismatch(source, dim, x)
+
+
+def _mismatch(source: Tensor, dim: int, x: Tensor) -> str:
+    """Why `_matches` does not hold; empty if it does."""
+    if not isinstance(source, Sharded) or source._spec.layout.partitions[dim] is None:
+        return "the source is not sharded along the dim"
+    if x.dtype is not source.dtype:
+        return "source and target differ in dtype"
+    if x.dtype is torch.bool:
+        return "the dtype is bool"
     others = [d for d in range(x.ndim) if d != dim]
-    return x.dtype is not torch.bool and _same([x.shape[d] for d in others], [source.shape[d] for d in others])
+    same = _same([x.shape[d] for d in others], [source.shape[d] for d in others])
+    return "" if same else "source and target differ in size along another dim"
 
 
-def _fits(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
-    """Whether `_matches` holds and the source has at least as many elements as the target."""
-    if not _matches(source, dim, x):
-        return False
+def _has_as_many_elements(source: Tensor, x: Tensor) -> bool:
+    """Whether the source has at least as many elements as the target."""
     return math.prod(map(compat.size_hint, x.shape)) <= math.prod(map(compat.size_hint, source.shape))
 
 

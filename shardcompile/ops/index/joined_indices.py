@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.ops.index.planned_gathers import is_linked
+from shardcompile.ops import NotServed
+from shardcompile.ops.index.planned_gathers import is_linked, not_linked
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Partition
 
@@ -38,8 +39,10 @@ def joined_numbers(sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Tenso
     return torch.where(outside, total, flat)
 
 
-def linked_numbers(partition: Partition | None, sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Sharded | None:
-    """`joined_numbers`, if the rows can be gathered by a gather plan (see `is_linked`); otherwise None.
+def linked_numbers(
+    partition: Partition | None, sizes: Sequence[IntLike], indices: Sequence[Tensor]
+) -> Sharded | NotServed:
+    """`joined_numbers`, if the rows can be gathered by a gather plan (see `is_linked`).
 
     Args:
         partition: partition of the flattened dims.
@@ -47,6 +50,6 @@ def linked_numbers(partition: Partition | None, sizes: Sequence[IntLike], indice
         indices: an index tensor for each dim.
     """
     if not any(is_linked(i, partition) for i in indices):
-        return None
+        return not_linked(indices[0], partition)
     flat = joined_numbers(sizes, indices)
-    return flat if is_linked(flat, partition) else None
+    return flat if is_linked(flat, partition) else not_linked(flat, partition)

@@ -31,6 +31,7 @@ from shardcompile.collectives import (
     take_rows,
 )
 from shardcompile.compat import OpOverload
+from shardcompile.ops import NotServed
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded, shard_of
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, with_one_segment
@@ -54,15 +55,31 @@ def is_linked(index: Tensor, partition: Partition | None) -> TypeGuard[Sharded]:
 
 def fits(partition: Partition | None, layout: Layout) -> bool:
     """`is_linked` for the layout of an index."""
-    if partition is None or len(partition.mesh_dims) != 1 or layout.is_partial:
-        return False
+    return not _misfit(partition, layout)
+
+
+def not_linked(index: Tensor, partition: Partition | None) -> NotServed:
+    """Why `is_linked` does not hold."""
+    return NotServed(
+        _misfit(partition, index._spec.layout) if isinstance(index, Sharded) else "the index is not sharded"
+    )
+
+
+def _misfit(partition: Partition | None, layout: Layout) -> str:
+    """Why no gather plan fits the layout of an index; empty if one does."""
+    if partition is None or len(partition.mesh_dims) != 1:
+        return "the rows are not sharded over exactly one mesh dim"
+    if layout.is_partial:
+        return "the index has a pending reduction"
     if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
-        return False
+        return "the index is not of integers"
     entries, rows = math.prod(map(compat.size_hint, layout.shape)), compat.size_hint(partition.size)
     if entries > _MAX_INDICES_PER_ROW * rows:
-        return False
+        return "the index has too many entries per row for a gather plan"
     by = [c for c in layout.partitions if c is not None and set(c.mesh_dims) & set(partition.mesh_dims)]
-    return [c.mesh_dims for c in by] == [partition.mesh_dims]
+    return (
+        "" if [c.mesh_dims for c in by] == [partition.mesh_dims] else "the index is sharded differently from the rows"
+    )
 
 
 def beside(indices: Sequence[Any], x: Tensor) -> list[Any]:
@@ -170,8 +187,8 @@ def _result_placements(
 
 def taken(
     x: Sharded, dim: int, index: Sharded, shape: Sequence[IntLike], stride: Sequence[IntLike], op: OpOverload
-) -> Tensor:
-    """Gathers the rows that an index of any shape names, in place of `dim`; NotImplemented if no layout fits.
+) -> Tensor | NotServed:
+    """Gathers the rows that an index of any shape names, in place of `dim`; NotServed if no layout fits.
 
     Args:
         x: the rows.
@@ -183,8 +200,10 @@ def taken(
     """
     layout, index_layout = x._spec.layout, index._spec.layout
     placed = _result_placements(layout, dim, index_layout, index_layout.ndim, shape)
-    if layout.is_partial or placed is None:
-        return NotImplemented
+    if layout.is_partial:
+        return NotServed("the rows have a pending reduction")
+    if placed is None:
+        return NotServed("one mesh dim would shard two dims of the result")
     shard = index._local_tensor
     rows = _gather_rows(x._local_tensor, dim, shard.reshape(-1), layout, math.prod(index_layout.shape), op)
     values = rows.movedim(0, dim).unflatten(dim, shard.shape) if index_layout.ndim != 1 else rows.movedim(0, dim)
@@ -314,8 +333,8 @@ def combined(
     reduce: Reduction = "sum",
     *,
     include_self: bool = True,
-) -> Tensor:
-    """Reduces entries into the rows that an index names, on the ranks of these rows; NotImplemented if no plan fits.
+) -> Tensor | NotServed:
+    """Reduces entries into the rows that an index names, on the ranks of these rows; NotServed if no plan fits.
 
     Args:
         x: the rows, [..., n, ...].
@@ -329,12 +348,17 @@ def combined(
     partition, source = _target_partition(x, dim, index, source), _align_entries(reduced(source), dim, index)
     layout = source._spec.layout if isinstance(source, Sharded) else None
     entries = None if layout is None else layout.partitions[dim]
-    if partition is None or layout is None or entries is None or entries.mesh_dims != partition.mesh_dims:
-        return NotImplemented
+    if layout is None or entries is None:
+        return NotServed("the source is not sharded along the dim")
+    if partition is None:
+        return NotServed("the partition of the rows of the target is unknown")
+    if entries.mesh_dims != partition.mesh_dims:
+        return NotServed("source and target are sharded over different mesh dims")
     mesh = layout.mesh
     index_layout = Layout.of_partitions(mesh, index.shape, index.dtype, [entries])
-    if not fits(partition, index_layout):
-        return NotImplemented
+    misfit = _misfit(partition, index_layout)
+    if misfit:
+        return NotServed(misfit)
     partitions = [partition if d == dim else c for d, c in enumerate(layout.partitions)]
     target = Layout.of(mesh, layout.placements, x.shape, x.dtype, partitions)
     zeros, values = zeros_in(x, target), shard_of(source).movedim(dim, 0)

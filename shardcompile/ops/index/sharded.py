@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardcompile import compat
 from shardcompile.collectives import shard_size
 from shardcompile.compat import OpOverload
-from shardcompile.ops import ShardedDecomposition, state
+from shardcompile.ops import NotServed, ShardedDecomposition, state
 from shardcompile.ops.index.joined_indices import linked_numbers
-from shardcompile.ops.index.planned_gathers import beside, column_of, combined, filled, is_linked, taken
+from shardcompile.ops.index.planned_gathers import beside, column_of, combined, filled, is_linked, not_linked, taken
 from shardcompile.ops.index.rule import neighbours
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import padded
@@ -123,24 +123,24 @@ def _wrap_term(
     return wrap(x, term, Layout.of(layout.mesh, placements, shape, values.dtype, partitions), stride)
 
 
-def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
+def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor | NotServed:
     """``aten.embedding`` with a table whose rows are sharded."""
     partition = weight._spec.layout.partitions[0] if isinstance(weight, Sharded) else None
     if partition is None:
-        return NotImplemented
+        return NotServed("the rows of the table are not sharded")
     weight = reduced(weight)
     meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
     if is_linked(indices, partition):
         shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
         found = taken(weight, 0, indices, shape, stride, aten.embedding.default)
-        if found is not NotImplemented:
+        if not isinstance(found, NotServed):
             return found
     layout = weight._spec.layout
     other, index = _replicate_over(indices, partition.mesh_dims, layout.mesh)
     ndim = indices.ndim
     placed = _result_placements(layout, partition, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
     if placed is None:
-        return NotImplemented
+        return NotServed("one mesh dim would shard two dims of the result")
     table = padded(weight._local_tensor, [0], 0)
     is_local, local = _local_indices(index, partition, layout, 0, wraps=False)
     values = aten.embedding.default(table, local)
@@ -158,34 +158,34 @@ def _is_worth_it(x: Tensor, shape: Sequence[IntLike]) -> bool:
     return out <= full
 
 
-def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor | NotServed:
     """``aten.index_select`` along a sharded dim."""
-    if not isinstance(x, Sharded) or not x.ndim or index.ndim != 1:
-        return NotImplemented
+    if not isinstance(x, Sharded) or not x.ndim:
+        return NotServed("the input is not sharded along a dim")
+    if index.ndim != 1:
+        return NotServed("the index is not 1-d")
     dim = dim % x.ndim
     return _index(x, [index if d == dim else None for d in range(x.ndim)], aten.index_select.default, (x, dim, index))
 
 
-def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | NotServed:
     """``aten.index`` along a sharded dim."""
     if not isinstance(x, Sharded):
-        return NotImplemented
+        return NotServed("the input is not sharded")
     indices = beside(indices, x)
     return _index(x, indices, aten.index.Tensor, (x, indices))
 
 
-def _index_segments(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+def _index_segments(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | NotServed:
     """``aten.index`` along a dim into which others were flattened."""
     indices = beside(indices, x)
     at = [d for d, i in enumerate(indices) if i is not None]
-    return (
-        _gather_from_segments(x, at[0], indices[at[0]], aten.index.Tensor, (x, indices))
-        if len(at) == 1
-        else NotImplemented
-    )
+    if len(at) != 1:
+        return NotServed("several dims are indexed")
+    return _gather_from_segments(x, at[0], indices[at[0]], aten.index.Tensor, (x, indices))
 
 
-def _index_select_segments(x: Tensor, dim: int, index: Tensor) -> Tensor:
+def _index_select_segments(x: Tensor, dim: int, index: Tensor) -> Tensor | NotServed:
     """``aten.index_select`` along a dim into which others were flattened."""
     return _gather_from_segments(x, dim % max(x.ndim, 1), index, aten.index_select.default, (x, dim, index))
 
@@ -198,57 +198,71 @@ def _gather_by_plan(
     shape: Sequence[IntLike],
     stride: Sequence[IntLike],
     op: OpOverload,
-) -> Tensor:
-    """Gathers elements by a gather plan; NotImplemented where none fits."""
+) -> Tensor | NotServed:
+    """Gathers elements by a gather plan; NotServed where none fits."""
     rows: Any = x
     flat_index = indices[at[0]]
     if len(at) > 1:
         flat_index = linked_numbers(partition, [x.shape[d] for d in at], [indices[d] for d in at])
-        if flat_index is None:
-            return NotImplemented
+        if isinstance(flat_index, NotServed):
+            return flat_index
         rows = x.flatten(at[0], at[-1])
-    fits = is_linked(flat_index, rows._spec.layout.partitions[at[0]])
-    return taken(rows, at[0], flat_index, shape, stride, op) if fits else NotImplemented
+    row_partition = rows._spec.layout.partitions[at[0]]
+    if not is_linked(flat_index, row_partition):
+        return not_linked(flat_index, row_partition)
+    return taken(rows, at[0], flat_index, shape, stride, op)
 
 
-def _gather_from_segments(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object, ...]) -> Tensor:
-    """Gathers rows of a dim into which others were flattened by a gather plan; NotImplemented where none fits."""
-    partition = x._spec.layout.partitions[dim] if isinstance(x, Sharded) else None
-    if not isinstance(x, Sharded) or x._spec.layout.is_partial or not is_linked(index, partition):
-        return NotImplemented
+def _gather_from_segments(
+    x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object, ...]
+) -> Tensor | NotServed:
+    """Gathers rows of a dim into which others were flattened by a gather plan; NotServed where none fits."""
+    if not isinstance(x, Sharded):
+        return NotServed("the input is not sharded")
+    if x._spec.layout.is_partial:
+        return NotServed("the input has a pending reduction")
+    partition = x._spec.layout.partitions[dim]
+    if not is_linked(index, partition):
+        return not_linked(index, partition)
     if any(
         c is not None and not compat.is_one(c.num_segments) for d, c in enumerate(x._spec.layout.partitions) if d != dim
     ):
-        return NotImplemented
+        return NotServed("another dim than the indexed one was flattened with others")
     meta = global_meta(op, args, {})
     return taken(x, dim, index, compat.global_sizes(meta.shape), compat.retrace(meta.stride()), op)
 
 
-def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor:
+def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor | NotServed:
     layout = x._spec.layout
     at = neighbours(indices)
+    if not at:
+        return NotServed("the indexed dims are not adjacent, or an index is a mask")
     sharded_dims = [d for d in at if layout.partitions[d] is not None]
-    if len(sharded_dims) != 1 or layout.is_partial:
-        return NotImplemented
+    if len(sharded_dims) != 1:
+        return NotServed("not exactly one indexed dim is sharded")
+    if layout.is_partial:
+        return NotServed("the input has a pending reduction")
     (dim,) = sharded_dims
     partition = layout.partition_of(dim)
     meta = global_meta(op, args, {})
     shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
     found = _gather_by_plan(x, indices, at, partition, shape, stride, op)
-    if found is not NotImplemented:
+    if not isinstance(found, NotServed):
         return found
     rank = len(shape) - (x.ndim - len(at))
-    if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
-        return NotImplemented
+    if not _is_worth_it(x, shape):
+        return NotServed("reducing the result moves more than gathering the input")
+    if len(at) > 1 and len({indices[d].ndim for d in at}) > 1:
+        return NotServed("the indices differ in number of dims")
     replicated = {d: _replicate_over(indices[d], partition.mesh_dims, layout.mesh) for d in at}
     if any(not w.is_replicated for d, (w, _) in replicated.items() if len(at) > 1):
-        return NotImplemented
+        return NotServed("an index is sharded over another mesh dim than the rows")
     of_x = {d: d if d < at[0] else d - len(at) + rank for d in range(x.ndim) if d not in at}
     placed = _result_placements(
         layout, partition, len(shape), of_x, replicated[dim][0], {d: at[0] + d for d in range(rank)}
     )
     if placed is None:
-        return NotImplemented
+        return NotServed("one mesh dim would shard two dims of the result")
     rows = padded(x._local_tensor, [dim], 0)
     is_local, local = _local_indices(replicated[dim][1], partition, layout, dim, wraps=op is aten.index.Tensor)
     by_dim = {**{d: i for d, (_, i) in replicated.items()}, dim: local}
@@ -257,26 +271,32 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     return _wrap_term(x, partition, values, is_local, placed, shape, stride)
 
 
-def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor | NotServed:
     """``aten.gather`` along a sharded dim of a tensor that is not sharded otherwise."""
-    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
-        return NotImplemented
+    if not isinstance(x, Sharded) or not x.ndim:
+        return NotServed("the input is not sharded along a dim")
+    if index.ndim != x.ndim:
+        return NotServed("index and input differ in number of dims")
     dim, layout = dim % x.ndim, x._spec.layout
     partition = layout.partitions[dim]
-    if partition is None or layout.is_partial:
-        return NotImplemented
+    if partition is None:
+        return NotServed("the indexed dim is not sharded")
+    if layout.is_partial:
+        return NotServed("the input has a pending reduction")
     meta = global_meta(aten.gather.default, (x, dim, index), {})
     column = column_of(index, dim, x.shape)
     if column is not None and is_linked(column, partition):
         shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
         found = taken(x, dim, column, shape, stride, aten.gather.default)
-        if found is not NotImplemented:
+        if not isinstance(found, NotServed):
             return found
-    if sum(c is not None for c in layout.partitions) > 1 or not _is_worth_it(x, index.shape):
-        return NotImplemented
+    if sum(c is not None for c in layout.partitions) > 1:
+        return NotServed("another dim than the indexed one is sharded, too")
+    if not _is_worth_it(x, index.shape):
+        return NotServed("reducing the result moves more than gathering the input")
     other, replicated = _replicate_over(index, partition.mesh_dims, layout.mesh)
     if not other.is_replicated:
-        return NotImplemented
+        return NotServed("the index is sharded over another mesh dim than the rows")
     rows = padded(x._local_tensor, [dim], 0)
     is_local, local = _local_indices(replicated, partition, layout, dim, wraps=False)
     values = aten.gather.default(rows, dim, local)
@@ -293,38 +313,42 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
     )
 
 
-def scatter_value(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+def scatter_value(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor | NotServed:
     """``aten.scatter`` of a scalar along a sharded dim of a tensor that is not sharded otherwise."""
     return _scatter(x, dim, index, aten.scatter.value, value)
 
 
-def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | NotServed:
     """``aten.scatter`` of a tensor along a sharded dim of a tensor that is not sharded otherwise."""
     return _scatter(x, dim, index, aten.scatter.src, source)
 
 
-def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
+def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor | NotServed:
     """Each rank writes the rows that it holds; writes to rows of other ranks go into a row of padding."""
-    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
-        return NotImplemented
+    if not isinstance(x, Sharded) or not x.ndim:
+        return NotServed("the input is not sharded along a dim")
+    if index.ndim != x.ndim:
+        return NotServed("index and input differ in number of dims")
     dim, layout = dim % x.ndim, x._spec.layout
     partition = layout.partitions[dim]
-    if partition is None or layout.is_partial:
-        return NotImplemented
+    if partition is None:
+        return NotServed("the indexed dim is not sharded")
+    if layout.is_partial:
+        return NotServed("the input has a pending reduction")
     meta = global_meta(op, (x, dim, index, source), {})
     column = column_of(index, dim, x.shape)
     if column is not None and is_linked(column, partition):
         if op is aten.scatter.value:
             return filled(x, dim, column, source, compat.retrace(meta.stride()))
         found = combined(x, dim, column, source, op, "any", include_self=False)
-        if found is not NotImplemented:
+        if not isinstance(found, NotServed):
             return found
     if sum(c is not None for c in layout.partitions) > 1:
-        return NotImplemented
+        return NotServed("another dim than the indexed one is sharded, too")
     given = [index, source] if op is aten.scatter.src else [index]
     replicated = [_replicate_over(t, partition.mesh_dims, layout.mesh) for t in given]
     if not all(other.is_replicated for other, _ in replicated):
-        return NotImplemented
+        return NotServed("index or source is sharded over another mesh dim")
     shard = x._local_tensor
     size = shard_size(partition, layout.mesh)
     _, local = _local_indices(replicated[0][1], partition, layout, dim, wraps=False, elsewhere=size)

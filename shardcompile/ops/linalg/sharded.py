@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload, global_sizes, retrace, same_symbol
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded
@@ -29,7 +29,7 @@ def _batched(op: OpOverload) -> Callable[..., object]:
         x = reduced(x)
         layout = x._spec.layout
         if not _shards_only_batch(layout, x.ndim - 2):
-            return NotImplemented
+            return NotServed("rows or columns of the matrices are sharded")
         return _results(op, (x,), layout, op(_like_global_format(x._local_tensor, x)))
 
     return run
@@ -38,17 +38,17 @@ def _batched(op: OpOverload) -> Callable[..., object]:
 def solve(x: Tensor, right: Tensor, *, left: bool = True, check_errors: bool = False) -> object:
     """``aten._linalg_solve_ex`` for matrices and right-hand sides with the same batch dims."""
     if check_errors:  # all ranks have to raise, so each needs all matrices
-        return NotImplemented
+        return NotServed("errors are checked, for which each rank needs all matrices")
     mesh = first_sharded([t for t in (x, right) if isinstance(t, Sharded)])._spec.layout.mesh
     x, right = reduced(x), reduced(right)
     x_layout, right_layout = layout_of(x, mesh), layout_of(right, mesh)
     batch = x.ndim - 2
     vector = right.ndim == batch + 1 and _same(right.shape, x.shape[:-1])
     if right.ndim != batch + 2 - vector or not _same(right.shape[:batch], x.shape[:batch]):
-        return NotImplemented
+        return NotServed("the right-hand sides have other batch dims than the matrices")
     like = x_layout if any(c is not None for c in x_layout.partitions) else right_layout
     if not _shards_only_batch(like, batch):
-        return NotImplemented
+        return NotServed("rows or columns of the matrices are sharded")
     matrices, sides = (_shard_like(like, batch, of.shape, of.dtype) for of in (x_layout, right_layout))
     shard = _like_global_format(moved(x, matrices), x)
     out = aten._linalg_solve_ex.default(shard, moved(right, sides), left=left)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from shardcompile.collectives import shard_size
 from shardcompile.compat import OpOverload
-from shardcompile.ops import ShardedDecomposition, family, state
+from shardcompile.ops import NotServed, ShardedDecomposition, family, state
 from shardcompile.ops.record import Facts
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, layout_of, moved, reduced, wrap
@@ -47,16 +47,18 @@ class _LocalOperands:
     ends: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, mats: Tensor, offs: Tensor) -> _LocalOperands | None:
-        """Redistributes the operands; returns None if matrices are sharded by group or rows are not sharded."""
+    def of(cls, x: Tensor, mats: Tensor, offs: Tensor) -> _LocalOperands | NotServed:
+        """Redistributes the operands, unless matrices are sharded by group or rows are not sharded."""
         like = first_sharded([t for t in (x, mats, offs) if isinstance(t, Sharded)])
         mesh = like._spec.layout.mesh
         ends = moved(offs, Layout.whole(mesh, offs.shape, offs.dtype))
         x, mats = reduced(x), reduced(mats)
         x_layout, mats_layout = layout_of(x, mesh), layout_of(mats, mesh)
         rows = x_layout.partitions[0]
-        if mats_layout.partitions[0] is not None or not is_sharded_once(rows):
-            return None
+        if mats_layout.partitions[0] is not None:
+            return NotServed("the matrices are sharded by group")
+        if not is_sharded_once(rows):
+            return NotServed("the rows are not sharded into ranges over one mesh dim")
         x_layout = Layout.of_partitions(mesh, x_layout.shape, x_layout.dtype, [rows, None])
         mats_layout = Layout.whole(mesh, mats_layout.shape, mats_layout.dtype)
         return cls(
@@ -81,34 +83,40 @@ def grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor | NotServed:
     """``aten._grouped_mm`` of groups of rows: rows times one matrix per group, or products summed within each group."""
-    if offs is None or bias is not None or x.ndim != 2:
-        return NotImplemented
+    if offs is None:
+        return NotServed("there are no group offsets")
+    if bias is not None:
+        return NotServed("there is a bias")
+    if x.ndim != 2:
+        return NotServed("the left operand is not 2-d")
     dtype = global_meta(aten._grouped_mm.default, (x, mats, offs, None, out_dtype), {}).dtype
     if mats.ndim == 2:
         return _sums_by_group(x, mats, offs, dtype)
     operands = _LocalOperands.of(x, mats, offs)
-    if operands is None:
-        return NotImplemented
+    if isinstance(operands, NotServed):
+        return operands
     out = aten._grouped_mm.default(in_rows(operands.shard), operands.mats, operands.ends, None, dtype)
     return operands.result(out, operands.mats_layout.shape[2])
 
 
-def grouped_mm_fallback(x: Tensor, mats: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm_fallback(x: Tensor, mats: Tensor, offs: Tensor) -> Tensor | NotServed:
     """``transformers::grouped_mm_fallback``: rows [s, k] times the matrices of their groups [e, k, n], to [s, n]."""
     operands = _LocalOperands.of(x, mats, offs)
-    if operands is None:
-        return NotImplemented
+    if isinstance(operands, NotServed):
+        return operands
     op: Any = torch.ops.transformers.grouped_mm_fallback.default
     return operands.result(op(operands.shard, operands.mats, operands.ends), operands.mats_layout.shape[2])
 
 
-def grouped_mm_fallback_backward(x: Tensor, mats: Tensor, offs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def grouped_mm_fallback_backward(
+    x: Tensor, mats: Tensor, offs: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor] | NotServed:
     """``transformers::grouped_mm_fallback_backward``: the gradients of rows and matrices."""
     operands = _LocalOperands.of(x, mats, offs)
-    if operands is None:
-        return NotImplemented
+    if isinstance(operands, NotServed):
+        return operands
     op: Any = torch.ops.transformers.grouped_mm_fallback_backward.default
     grad_shard = moved(
         reduced(grad),
@@ -120,7 +128,7 @@ def grouped_mm_fallback_backward(x: Tensor, mats: Tensor, offs: Tensor, grad: Te
     return grad_rows, wrap(operands.like, sums, layout, contiguous_stride(layout.shape))
 
 
-def _sums_by_group(x: Tensor, mats: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+def _sums_by_group(x: Tensor, mats: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor | NotServed:
     """Returns [k, s] times [s, n], summed within each group, to [e, k, n]: the gradient of the matrices."""
     like = first_sharded([t for t in (x, mats, offs) if isinstance(t, Sharded)])
     mesh = like._spec.layout.mesh
@@ -129,7 +137,7 @@ def _sums_by_group(x: Tensor, mats: Tensor, offs: Tensor, dtype: torch.dtype) ->
     x_layout, mats_layout = layout_of(x, mesh), layout_of(mats, mesh)
     rows = x_layout.partitions[1] or mats_layout.partitions[0]
     if not is_sharded_once(rows):
-        return NotImplemented
+        return NotServed("the rows are not sharded into ranges over one mesh dim")
     left = moved(x, Layout.of_partitions(mesh, x_layout.shape, x_layout.dtype, [None, rows]))
     right = moved(mats, Layout.of_partitions(mesh, mats_layout.shape, mats_layout.dtype, [rows, None]))
     out = aten._grouped_mm.default(in_rows(left, 1), in_rows(right), ends_in_shard(ends, rows, x_layout), None, dtype)

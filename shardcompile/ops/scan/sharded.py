@@ -18,7 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import Pending, derive, shard_size
 from shardcompile.collectives.halo_exchange import FETCH_HALO, HaloExchange
 from shardcompile.compat import OpOverload
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.scan.kernels import running_maximum, running_minimum
 from shardcompile.ops.support.global_meta import global_meta
@@ -31,7 +31,8 @@ from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, Partition
 
 aten = torch.ops.aten
-Scan = Callable[..., Tensor]
+Scan = Callable[..., Any]
+"""A cumulative op, which returns a tensor for every tensor that has dims."""
 
 
 def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
@@ -94,9 +95,9 @@ def _cumulative(
 ) -> Scan:
     """Returns the decomposition of a cumulative op with the given identity element and combining op."""
 
-    def scan(x: Sharded, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    def scan(x: Sharded, dim: int, *, dtype: torch.dtype | None = None) -> Tensor | NotServed:
         if not x.ndim:
-            return NotImplemented
+            return NotServed("a tensor of 0 dims has no rows to scan")
         meta = global_meta(op, (x, dim), {} if dtype is None else {"dtype": dtype})
         x, dim = reduced(x), dim % x.ndim
         layout = x._spec.layout
@@ -118,9 +119,9 @@ cumprod = _cumulative(aten.cumprod.default, 1, aten.mul.Tensor)
 _logcumsumexp = _cumulative(aten.logcumsumexp.default, -math.inf, aten.logaddexp.default)
 
 
-def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+def logcumsumexp(x: Tensor, dim: int) -> Tensor | NotServed:
     """``aten.logcumsumexp`` along a sharded dim; complex dtypes are left to the fallback."""
-    return NotImplemented if x.is_complex() else _logcumsumexp(x, dim)
+    return NotServed("the dtype is complex") if x.is_complex() else _logcumsumexp(x, dim)
 
 
 def _cumulative_extremum(
@@ -131,9 +132,9 @@ def _cumulative_extremum(
 ) -> Run:
     """Returns the decomposition of `cummax` or `cummin`: values, and for each the last index at which it occurs."""
 
-    def scan(x: Sharded, dim: int) -> tuple[Tensor, Tensor]:
+    def scan(x: Sharded, dim: int) -> tuple[Tensor, Tensor] | NotServed:
         if not _is_sharded(x, dim):
-            return NotImplemented
+            return NotServed("the scanned dim is not sharded")
         meta = global_meta(op, (x, dim), {})[0]
         x, dim = reduced(x), dim % x.ndim
         layout, neutral = x._spec.layout, identity(meta.dtype)
@@ -191,13 +192,13 @@ def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
     return wrap(x, local, layout, x.stride())
 
 
-def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
+def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor | NotServed:
     """``aten.roll`` along sharded dims: one exchange per dim sends rows to the ranks that hold their new indices."""
     if not dims and x.ndim > 1 and any(x._spec.layout.partitions):  # without dims, torch rolls the flattened tensor
         return aten.view.default(aten.roll.default(aten.reshape.default(x, [-1]), shifts, [0]), list(x.shape))
     dims = [d % max(x.ndim, 1) for d in dims] or [0]
     if not any(_is_sharded(x, d) for d in dims):
-        return NotImplemented
+        return NotServed("no rolled dim is sharded")
     meta = global_meta(aten.roll.default, (x, shifts, dims), {})
     layout, local = x._spec.layout, x._local_tensor
     pairs = list(zip(dims, shifts, strict=True))
@@ -232,7 +233,7 @@ def _rolled_over_mesh_dims(x: Sharded, shift: IntLike, dim: int) -> Sharded:
 _repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
 
 
-def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
+def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor | NotServed:
     """``aten.repeat`` with a sharded dim that is repeated: concatenates copies."""
     new = len(repeats) - x.ndim
     repeated = [
@@ -241,7 +242,7 @@ def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
     if not all(isinstance(n, int) for n in repeats):
         return _repeat_by_views(x, repeats)
     if not repeated:
-        return NotImplemented
+        return NotServed("no repeated dim is sharded")
     for d in repeated:
         x = aten.cat.default([x] * repeats[new + d], d)
     return aten.repeat.default(x, [1 if i - new in repeated else n for i, n in enumerate(repeats)])

@@ -8,7 +8,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import sort_rows, top_rows
-from shardcompile.ops import ShardedDecomposition, state
+from shardcompile.ops import NotServed, ShardedDecomposition, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
@@ -17,15 +17,19 @@ from shardcompile.sharding import IntLike, Layout, contiguous_stride, is_sharded
 aten = torch.ops.aten
 
 
-def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor] | NotServed:
     """``aten.sort`` of a 1-d tensor that is sharded over one mesh dim."""
-    if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_complex:
-        return NotImplemented
+    if not isinstance(x, Sharded):
+        return NotServed("the input is not sharded")
+    if x.ndim != 1:
+        return NotServed("the input is not 1-d")
+    if x.dtype.is_complex:
+        return NotServed("the dtype is complex")
     x = reduced(x)
     layout = x._spec.layout
     partition = layout.partitions[0]
     if partition is None or len(partition.mesh_dims) != 1:
-        return NotImplemented
+        return NotServed("the input is not sharded over exactly one mesh dim")
     with compat.unrecorded_symbols(x._local_tensor):
         rows, indices, found = sort_rows(x._local_tensor, partition, layout.mesh, descending)
         source = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [found])
@@ -44,25 +48,31 @@ def _redistributed(x: Sharded, part: Tensor, source: Layout, target: Layout) -> 
 
 def stable_sort(
     x: Sharded, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | NotServed:
     """``aten.sort.stable``: the distributed sort is always stable."""
     return sort(x, dim, descending)
 
 
-def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+def topk(
+    x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor] | NotServed:
     """``aten.topk`` along a dim sharded over one mesh dim: the candidates of all ranks are gathered on each of them."""
-    if not isinstance(x, Sharded) or x.ndim == 0 or x.dtype.is_complex or not isinstance(k, int):
-        return NotImplemented
+    if not isinstance(x, Sharded) or x.ndim == 0:
+        return NotServed("the input is not sharded along a dim")
+    if x.dtype.is_complex:
+        return NotServed("the dtype is complex")
+    if not isinstance(k, int):
+        return NotServed("k is symbolic")
     dim = dim % x.ndim
     partition = x._spec.layout.partitions[dim]
     if not is_sharded_once(partition):
-        return NotImplemented
+        return NotServed("the dim is not sharded into ranges over one mesh dim")
     x = reduced(x)
     layout = x._spec.layout
     (mesh_dim,) = partition.mesh_dims
     # Candidates have two columns, values and indices.
     if 2 * k * layout.mesh.shape[mesh_dim] > compat.size_hint(x.shape[dim]):
-        return NotImplemented
+        return NotServed("gathering all candidates moves more than gathering the dim")
     meta = global_meta(aten.topk.default, (x, k, dim, largest, sorted), {})
     with compat.unrecorded_symbols(x._local_tensor):
         parts = top_rows(x._local_tensor, dim, k, partition, layout.mesh, largest)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 
@@ -17,9 +17,9 @@ aten = torch.ops.aten
 def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Run:
     """Makes `tril` or `triu` of sharded matrices: a mask of row and column indices says which elements to keep."""
 
-    def decomposed(x: Tensor, diagonal: int = 0) -> Tensor:
+    def decomposed(x: Tensor, diagonal: int = 0) -> Tensor | NotServed:
         if x.ndim < 2:
-            return NotImplemented
+            return NotServed("the input has fewer than 2 dims")
         rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
         zero = torch.zeros((), dtype=x.dtype, device=x.device)  # a Python scalar would promote bools to ints
         return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, zero)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardcompile import compat
 from shardcompile.collectives import derive, derive_spread, shard_size
 from shardcompile.compat import OpOverload
-from shardcompile.ops import ShardedDecomposition, state
+from shardcompile.ops import NotServed, ShardedDecomposition, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
@@ -204,8 +204,12 @@ def slice_rows(
     return _view_rows(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
 
-def _slice(x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1) -> Tensor:
-    return NotImplemented if x._spec.layout.partitions[dim % x.ndim] is None else slice_rows(x, dim, start, end, step)
+def _slice(
+    x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
+) -> Tensor | NotServed:
+    if x._spec.layout.partitions[dim % x.ndim] is None:
+        return NotServed("the sliced dim is not sharded")
+    return slice_rows(x, dim, start, end, step)
 
 
 def _decide_signs(op: OpOverload, given: Sequence[Any]) -> None:
@@ -243,22 +247,22 @@ def _view_rows(
     return wrapped
 
 
-def split(x: Sharded, size: int, dim: int = 0) -> list[Sharded]:
+def split(x: Sharded, size: int, dim: int = 0) -> list[Sharded] | NotServed:
     """``aten.split`` along a sharded dim."""
     dim = dim % x.ndim
     if x._spec.layout.partitions[dim] is None:
-        return NotImplemented
+        return NotServed("the split dim is not sharded")
     global_meta(aten.split.Tensor, (x, size, dim), {})
     dim_size = x.shape[dim]
     count = max(int(-(-dim_size // size)) if size else 1, 1)
     return [slice_rows(x, dim, i * size, (i + 1) * size) for i in range(count)]
 
 
-def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list[Sharded]:
+def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list[Sharded] | NotServed:
     """``aten.split_with_sizes`` along a sharded dim."""
     dim = dim % x.ndim
     if x._spec.layout.partitions[dim] is None:
-        return NotImplemented
+        return NotServed("the split dim is not sharded")
     global_meta(aten.split_with_sizes.default, (x, sizes, dim), {})
     pieces: list[Sharded] = []
     start: Any = 0
@@ -268,13 +272,13 @@ def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list
     return pieces
 
 
-def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
+def select(x: Sharded, dim: int, index: IntLike) -> Tensor | NotServed:
     """``aten.select`` along a sharded dim: the rank that has the row sends it to the others."""
     dim = dim % x.ndim
     layout = x._spec.layout
     partition = layout.partitions[dim]
     if partition is None:
-        return NotImplemented
+        return NotServed("the selected dim is not sharded")
     meta = global_meta(aten.select.int, (x, dim, index), {})
     selected = row_of(index, x.shape[dim])
     one, row = sliced_partition(partition, selected, 1, 1, layout.mesh)
@@ -307,12 +311,12 @@ def _placement_without(placement: Placement, dim: int) -> Placement:
 
 def slice_scatter(
     x: Tensor, src: Tensor, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
-) -> Tensor:
+) -> Tensor | NotServed:
     """``aten.slice_scatter`` along a sharded dim: each rank writes the rows that it has."""
     x, src = reduced(x), reduced(src)
     dim = dim % x.ndim
     if not isinstance(x, Sharded) or x._spec.layout.partitions[dim] is None:
-        return NotImplemented
+        return NotServed("the input is not sharded along the sliced dim")
     meta = global_meta(aten.slice_scatter.default, (x, src, dim, start, end, step), {})
     layout = x._spec.layout
     partition, row = sliced_partition(
@@ -323,12 +327,12 @@ def slice_scatter(
     return wrap(x, local, layout, compat.retrace(meta.stride()))
 
 
-def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor:
+def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor | NotServed:
     """``aten.select_scatter`` along a sharded dim."""
     x = reduced(x)
     dim = dim % x.ndim
     if not isinstance(x, Sharded) or x._spec.layout.partitions[dim] is None:
-        return NotImplemented
+        return NotServed("the input is not sharded along the selected dim")
     global_meta(aten.select_scatter.default, (x, src, dim, index), {})
     at = row_of(index, x.shape[dim])
     return slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1)
@@ -347,12 +351,12 @@ def reduced(x: _T) -> _T:
 
 def slice_backward(
     grad: Sharded, sizes: Sequence[IntLike], dim: int, start: IntLike | None, end: IntLike | None, step: int
-) -> Tensor:
+) -> Tensor | NotServed:
     """The gradient of a slice along a sharded dim, partitioned like what was sliced if the gradient remembers that."""
     dim = dim % len(sizes)
     partition = grad._spec.layout.partitions[dim]
     if partition is None:
-        return NotImplemented
+        return NotServed("the gradient is not sharded along the sliced dim")
     meta = global_meta(aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
     size, begin = compat.global_sizes(meta.shape)[dim], begin_of(start, sizes[dim])
     base = base_of(partition, size, begin, step)
@@ -391,13 +395,13 @@ def _rows_like(x: Tensor, dim: int, count: IntLike, value: Scalar) -> Tensor:
     return x.new_full([count if d == dim else n for d, n in enumerate(x.shape)], value)
 
 
-def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
+def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor | NotServed:
     """``aten.constant_pad_nd`` where a padded dim is sharded: the new rows go to the first and the last rank."""
     by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
     global_meta(aten.constant_pad_nd.default, (x, amounts, value), {})
     sharded_dims = [d for d, a in by_dim.items() if x._spec.layout.partitions[d] is not None and not _are_zero(a)]
     if not sharded_dims:
-        return NotImplemented
+        return NotServed("no padded dim is sharded")
     x = x if value == 0 and _has_only_sums(x) else reduced(x)
     for d in sharded_dims:
         before, after = by_dim.pop(d)
@@ -427,7 +431,7 @@ def _has_only_sums(x: Sharded) -> bool:
 # Concatenation
 
 
-def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | NotServed:
     """``aten.cat`` along a sharded dim: every rank gets as many rows as it has in all tensors together."""
     ndim = max(t.ndim for t in tensors)
     kept = [t for t in tensors if t.ndim == ndim]  # torch.cat skips tensors of shape [0]
@@ -435,7 +439,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     partitions = [t._spec.layout.partitions[dim] if ndim and isinstance(t, Sharded) else None for t in kept]
     widest = max((c for c in partitions if c is not None), key=lambda c: len(c.mesh_dims), default=None)
     if widest is None:
-        return NotImplemented
+        return NotServed("no tensor is sharded along the concatenated dim")
     like = next(t for t in tensors if isinstance(t, Sharded))
     mesh = like._spec.layout.mesh
     meta = global_meta(aten.cat.default, (list(tensors), dim), {})

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import Window
 from shardcompile.compat import OpOverload
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
@@ -39,7 +39,7 @@ def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequenc
     return found
 
 
-def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor | NotServed:
     """``aten.upsample_nearest`` by integer factors: repeats each element.
 
     Args:
@@ -49,8 +49,10 @@ def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) ->
     """
     first = x.ndim - len(output_size)
     factors = _factors(x.shape[first:], output_size, scales)
-    if factors is None or has_static_sizes(x):
-        return NotImplemented
+    if factors is None:
+        return NotServed("the fine grid is not finer by integer factors")
+    if has_static_sizes(x):
+        return NotServed("the trace has specialized on shard sizes")
     shape = list(x.shape[:first])
     for n, factor in zip(x.shape[first:], factors, strict=True):
         x = x.unsqueeze(len(shape) + 1)
@@ -63,14 +65,16 @@ def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) ->
 
 def _nearest_backward(
     grad: Sharded, output_size: Sequence[IntLike], input_size: Sequence[IntLike], *scales: float | None
-) -> Tensor:
+) -> Tensor | NotServed:
     first = grad.ndim - len(output_size)
     factors = _factors(input_size[first:], output_size, scales)
-    if factors is None or has_static_sizes(grad):
-        return NotImplemented
+    if factors is None:
+        return NotServed("the fine grid is not finer by integer factors")
+    if has_static_sizes(grad):
+        return NotServed("the trace has specialized on shard sizes")
     partitions = grad._spec.layout.partitions[first:]
     if any(c is not None and c.unflatten_trailing(f) is None for c, f in zip(partitions, factors, strict=True)):
-        return NotImplemented
+        return NotServed("a shard boundary falls inside an element of the coarse grid")
     for d, factor in enumerate(factors, first):
         grad = grad.unflatten(d, (input_size[d], factor)).sum(d + 1)
     return grad
@@ -119,15 +123,17 @@ def _follows_from_sizes(
 
 
 def _linear(op: OpOverload) -> Run:
-    def run(x: Tensor, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Tensor:
+    def run(x: Tensor, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Tensor | NotServed:
         meta = global_meta(op, (x, output_size, align, *scales), {})
         coarse = x.shape[-len(output_size) :]
-        if not x.dtype.is_floating_point or not _follows_from_sizes(coarse, output_size, align, scales):
-            return NotImplemented
+        if not x.dtype.is_floating_point:
+            return NotServed("the dtype is not floating point")
+        if not _follows_from_sizes(coarse, output_size, align, scales):
+            return NotServed("positions do not follow from the sizes of both grids")
         pairs = list(zip(coarse, output_size, strict=True))
         windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True)
-        if windows is None:
-            return NotImplemented
+        if isinstance(windows, NotServed):
+            return windows
         shard = widened(windows.fetch(x))
         for d, (n, m) in enumerate(pairs, x.ndim - len(pairs)):
             first, start, count = _local_range(windows, d, m)
@@ -142,17 +148,17 @@ def _linear(op: OpOverload) -> Run:
 def _linear_backward(op: OpOverload) -> Run:
     def run(
         grad: Tensor, output_size: Sequence[IntLike], input_size: Sequence[IntLike], align: bool, *scales: float | None
-    ) -> Tensor:
+    ) -> Tensor | NotServed:
         meta = global_meta(op, (grad, output_size, input_size, align, *scales), {})
         coarse = input_size[-len(output_size) :]
         if not _follows_from_sizes(coarse, output_size, align, scales):
-            return NotImplemented
+            return NotServed("positions do not follow from the sizes of both grids")
         pairs = list(zip(coarse, output_size, strict=True))
         windows = Windows.of(
             grad, [_window_backward(n, m, align) for n, m in pairs], compat.global_sizes(meta.shape), True
         )
-        if windows is None:
-            return NotImplemented
+        if isinstance(windows, NotServed):
+            return windows
         shard = widened(windows.fetch(grad))
         for d, (n, m) in enumerate(pairs, grad.ndim - len(pairs)):
             first, start, count = _local_range(windows, d, n)

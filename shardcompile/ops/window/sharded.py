@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from shardcompile import compat
 from shardcompile.collectives import Reads, Window, local_shape_of
 from shardcompile.compat import OpOverload
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
@@ -50,8 +50,8 @@ class Windows:
     shape: tuple[IntLike, ...]
 
     @staticmethod
-    def of(x: Tensor, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
-        """The rows that are read of a tensor; None if no spatial dim is sharded, or if one has to be gathered.
+    def of(x: Tensor, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | NotServed:
+        """The rows that are read of a tensor; NotServed if no spatial dim is sharded, or if one has to be gathered.
 
         Args:
             x: the input.
@@ -60,16 +60,16 @@ class Windows:
             keep_channels: whether channels may be sharded, too.
         """
         if not isinstance(x, Sharded):
-            return None
+            return NotServed("the input is not sharded")
         spatial, layout = len(windows), x._spec.layout
         first = x.ndim - spatial
         sharded_dims = [d for d in range(first, x.ndim) if layout.partitions[d] is not None]
-        if (
-            not sharded_dims
-            or any(len(layout.partition_of(d).mesh_dims) > 1 for d in sharded_dims)
-            or has_static_sizes(x)
-        ):
-            return None
+        if not sharded_dims:
+            return NotServed("no spatial dim is sharded")
+        if any(len(layout.partition_of(d).mesh_dims) > 1 for d in sharded_dims):
+            return NotServed("a spatial dim is sharded over several mesh dims")
+        if has_static_sizes(x):
+            return NotServed("the trace has specialized on shard sizes")
         layout = layout.reduced()
         if not keep_channels and layout.partitions[1] is not None:
             layout = layout.gathered(1)
@@ -188,13 +188,15 @@ def _has_no_channels(x: Tensor) -> bool:
     return isinstance(x.shape[1], int) and x.shape[1] == 0
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Tensor | NotServed:
     """``aten.convolution`` of images of which a spatial dim is sharded."""
     spatial = x.ndim - 2
     meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_sizes(meta.shape), False)
-    if windows is None or _has_no_channels(x):
-        return NotImplemented
+    if isinstance(windows, NotServed):
+        return windows
+    if _has_no_channels(x):
+        return NotServed("the input has no channels")
     stride = compat.retrace(meta.stride())
     local = window_shards.convolution(
         windows.fetch(x),
@@ -211,13 +213,15 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
 
 def convolution_backward(
     grad: Tensor, x: Sharded, weight: Tensor, bias_sizes: Sequence[int] | None, *options: Any
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...] | NotServed:
     """``aten.convolution_backward`` of images of which a spatial dim is sharded."""
     *options_, output_mask = options
     options, spatial = tuple(options_), x.ndim - 2
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
-    if windows is None or _has_no_channels(x):
-        return NotImplemented
+    if isinstance(windows, NotServed):
+        return windows
+    if _has_no_channels(x):
+        return NotServed("the input has no channels")
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, output_mask), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
@@ -279,14 +283,14 @@ class _Pool:
 
 
 def _max_pool(spatial: int, op: OpOverload) -> Run:
-    def run(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    def run(x: Tensor, *options: Any) -> tuple[Tensor, ...] | NotServed:
         values, indices = global_meta(op, (x, *options), {})
         pool = _Pool.of(spatial, *options)
         if not x.dtype.is_floating_point:
-            return NotImplemented
+            return NotServed("the dtype is not floating point")
         windows = Windows.of(x, pool.windows, compat.global_sizes(values.shape), True)
-        if windows is None:
-            return NotImplemented
+        if isinstance(windows, NotServed):
+            return windows
         padding = windows.without_padding(pool.padding)
         local_values, local_indices = window_shards.max_pool(
             windows.fetch(x, -math.inf),
@@ -318,11 +322,11 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
         dilation: object,
         ceil: bool,
         indices: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | NotServed:
         pool = _Pool.of(spatial, kernel, stride, padding, dilation, ceil)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
-        if windows is None:
-            return NotImplemented
+        if isinstance(windows, NotServed):
+            return windows
         meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
         local = window_shards.max_pool_backward(
             moved(grad, windows.out),
@@ -376,12 +380,14 @@ def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_include_pad:
 
 
 def _avg_pool(spatial: int, op: OpOverload) -> Run:
-    def run(x: Tensor, *options: object) -> Tensor:
+    def run(x: Tensor, *options: object) -> Tensor | NotServed:
         meta = global_meta(op, (x, *options), {})
         pool, count_include_pad, divisor_override = _average(spatial, options)
         windows = Windows.of(x, pool.windows, compat.global_sizes(meta.shape), True)
-        if windows is None or not x.dtype.is_floating_point:
-            return NotImplemented
+        if isinstance(windows, NotServed):
+            return windows
+        if not x.dtype.is_floating_point:
+            return NotServed("the dtype is not floating point")
         divisor = _divisor(pool, count_include_pad, divisor_override)
         padding = windows.without_padding(pool.padding)
         local = windows.fetch(x)
@@ -401,11 +407,11 @@ def _avg_pool(spatial: int, op: OpOverload) -> Run:
 
 
 def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
-    def run(grad: Tensor, x: Tensor, *options: object) -> Tensor:
+    def run(grad: Tensor, x: Tensor, *options: object) -> Tensor | NotServed:
         pool, count_include_pad, divisor_override = _average(spatial, options)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
-        if windows is None:
-            return NotImplemented
+        if isinstance(windows, NotServed):
+            return windows
         meta = global_meta(op, (grad, x, *options), {})
         divisor = _divisor(pool, count_include_pad, divisor_override)
         grad = grad if divisor else widened(grad) / _counts(x, pool, windows.out.shape, count_include_pad)

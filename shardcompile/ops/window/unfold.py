@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Reads, Window, derive_spread
-from shardcompile.ops import state
+from shardcompile.ops import NotServed, state
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import may_be_empty, view_shard
@@ -31,16 +31,20 @@ def _window(size: int, step: int) -> Window:
     return Window(step, 1, 0, size - 1, (size - 1) // 2)
 
 
-def _has_halo(x: Sharded, dim: int) -> bool:
-    """Whether windows along a dim are read by halo exchange: it is sharded over one mesh dim, with no static sizes."""
+def _misfit(x: Sharded, dim: int) -> str:
+    """Why windows along a dim cannot be read by halo exchange; empty if they can."""
     partition = x._spec.layout.partitions[dim]
-    return partition is not None and len(partition.mesh_dims) == 1 and not has_static_sizes(x)
+    if partition is None:
+        return "the dim of the windows is not sharded"
+    if len(partition.mesh_dims) != 1:
+        return "the dim of the windows is sharded over several mesh dims"
+    return "the trace has specialized on shard sizes" if has_static_sizes(x) else ""
 
 
 def unfold(x: Sharded, dim: int, size: int, step: int) -> Tensor:
     """``aten.unfold`` along a sharded dim: a copy that follows the tensor that it views."""
     meta = global_meta(aten.unfold.default, (x, dim, size, step), {})
-    if x.ndim == 0 or size == 0 or not _has_halo(x, dim % x.ndim):
+    if x.ndim == 0 or size == 0 or _misfit(x, dim % x.ndim):
         return _strided(x, dim, size, step)  # type: ignore[return-value]
     dim = dim % x.ndim
     layout, window = x._spec.layout, _window(size, step)
@@ -69,11 +73,18 @@ def _windows_of(rows: Tensor, dim: int, count: IntLike, size: int, step: int) ->
     return aten.as_strided.default(first, [count, size, *first.shape[1:]], stride).movedim(1, -1).movedim(0, dim)
 
 
-def unfold_backward(grad: Sharded, sizes: Sequence[IntLike], dim: int, size: int, step: int) -> Tensor:
+def unfold_backward(grad: Sharded, sizes: Sequence[IntLike], dim: int, size: int, step: int) -> Tensor | NotServed:
     """The gradient of ``aten.unfold`` along a sharded dim, partitioned like its input if that is remembered."""
-    dim = dim % max(len(sizes), 1)
-    if not sizes or size == 0 or not _has_halo(grad, dim) or grad._spec.layout.partitions[-1] is not None:
-        return NotImplemented
+    if not sizes:
+        return NotServed("the input has no dims")
+    if size == 0:
+        return NotServed("the windows are empty")
+    dim = dim % len(sizes)
+    misfit = _misfit(grad, dim)
+    if misfit:
+        return NotServed(misfit)
+    if grad._spec.layout.partitions[-1] is not None:
+        return NotServed("the elements of a window are sharded")
     global_meta(aten.unfold_backward.default, (grad, sizes, dim, size, step), {})
     grad = reduced(grad)
     layout, window = grad._spec.layout, _window(size, step)
@@ -92,14 +103,18 @@ def unfold_backward(grad: Sharded, sizes: Sequence[IntLike], dim: int, size: int
 
 def _im2col(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
-) -> Tensor:
+) -> Tensor | NotServed:
     """``aten.im2col`` of images that are sharded along their height."""
     global_meta(aten.im2col.default, (x, kernel, dilation, padding, stride), {})
-    is_unsupported = (
-        not isinstance(x, Sharded) or x._spec.layout.partitions[-1] is not None or not _has_halo(x, x.ndim - 2)
-    )
-    if is_unsupported or tuple(dilation) != (1, 1):
-        return NotImplemented
+    if not isinstance(x, Sharded):
+        return NotServed("the images are not sharded")
+    if x._spec.layout.partitions[-1] is not None:
+        return NotServed("the images are sharded along their width")
+    misfit = _misfit(x, x.ndim - 2)
+    if misfit:
+        return NotServed(misfit)
+    if tuple(dilation) != (1, 1):
+        return NotServed("the dilation is not 1")
     if x.ndim == 3:
         return aten.im2col.default(x.unsqueeze(0), kernel, dilation, padding, stride).squeeze(0)
     (pad_h, pad_w), (stride_h, stride_w) = padding, stride
@@ -115,16 +130,22 @@ def _col2im(
     dilation: Sequence[int],
     padding: Sequence[int],
     stride: Sequence[int],
-) -> Tensor:
+) -> Tensor | NotServed:
     """``aten.col2im`` of windows that are sharded over the rows of an image."""
     global_meta(aten.col2im.default, (x, size, kernel, dilation, padding, stride), {})
     height, width = (n + 2 * p for n, p in zip(size, padding, strict=True))
     num_rows, num_columns = ((n - k) // s + 1 for n, k, s in zip((height, width), kernel, stride, strict=True))
-    partition = x._spec.layout.partitions[-1] if isinstance(x, Sharded) else None
-    if not isinstance(x, Sharded) or partition is None or not _has_halo(x, x.ndim - 1) or tuple(dilation) != (1, 1):
-        return NotImplemented
-    if not isinstance(num_columns, int) or partition.unflatten_trailing(num_columns) is None:
-        return NotImplemented
+    if not isinstance(x, Sharded):
+        return NotServed("the windows are not sharded")
+    misfit = _misfit(x, x.ndim - 1)
+    if misfit:
+        return NotServed(misfit)
+    if tuple(dilation) != (1, 1):
+        return NotServed("the dilation is not 1")
+    if not isinstance(num_columns, int):
+        return NotServed("the width of the image is symbolic")
+    if x._spec.layout.partition_of(x.ndim - 1).unflatten_trailing(num_columns) is None:
+        return NotServed("a shard boundary falls inside a row of windows")
     if x.ndim == 2:
         return aten.col2im.default(x.unsqueeze(0), size, kernel, dilation, padding, stride).squeeze(0)
     channels = x.shape[1] // (kernel[0] * kernel[1])
