@@ -29,7 +29,7 @@ from shardcompile.dispatch.run import Decomposed, Direct, Entry, IndexChecked, L
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.ops import OpCall, OpRecord, ShardedDecomposition, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
-from shardcompile.ops.record import Run
+from shardcompile.ops.record import Rule, Run
 from shardcompile.ops.support.as_integers import moved_dtype, moves_as_integers
 from shardcompile.ops.support.gather_log import log_replicated
 from shardcompile.ops.support.global_meta import global_meta
@@ -41,42 +41,158 @@ from shardcompile.sharding import QUANTIZED, Layout, Spec
 _BY_TORCH = "torch's decomposition"
 
 
+class Request:
+    """One call, as the stages of `PRECEDENCE` see it.
+
+    Attributes:
+        cls: the class of sharded tensors.
+        record: the record of the op.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+
+    def __init__(
+        self, cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        self.cls, self.record, self.args, self.kwargs = cls, record, args, kwargs
+
+    @property
+    def op(self) -> OpOverload:
+        """The op overload."""
+        return self.record.op
+
+    @functools.cached_property
+    def call(self) -> OpCall:
+        """The call with layouts in place of tensors."""
+        return describe(self.cls, self.op, self.args, self.kwargs)
+
+    @functools.cached_property
+    def written(self) -> list[int | str]:
+        """The arguments that the op writes to, each as its position or its name."""
+        return _find_mutated(self.op, self.args, self.kwargs)
+
+
+Stage = Callable[[Request], Entry | None]
+"""Returns the entry that runs a call, or None to leave it to the next stage; raises if the call is refused."""
+
+
 def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
-    """Returns the entry that runs a call. The decision, and every error, is rank-invariant."""
-    check_collective(op, args, kwargs)
-    refuse_unlike_shards(cls, op, args, kwargs)
-    record = record_of(op)
-    decomposition = record.sharded
-    last_resort = functools.partial(_last_resort, cls, record)
-    quantized = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype) and a in QUANTIZED), None)
+    """Returns the entry that runs a call: that of the first stage of `PRECEDENCE` that serves it.
+
+    The decision, and every error, is rank-invariant.
+    """
+    request = Request(cls, record_of(op), args, kwargs)
+    return next(entry for stage in PRECEDENCE if (entry := stage(request)) is not None)
+
+
+def check_inputs(request: Request) -> None:
+    """Refuses collectives on sharded tensors, shards that contradict their layouts, and quantized results."""
+    check_collective(request.op, request.args, request.kwargs)
+    refuse_unlike_shards(request.cls, request.op, request.args, request.kwargs)
+    values = (*request.args, *request.kwargs.values())
+    quantized = next((a for a in values if isinstance(a, torch.dtype) and a in QUANTIZED), None)
     if quantized is not None:
         raise UnsupportedOpError(
-            f"{op} gives a quantized tensor ({quantized}), and shards are dense ({tensors_text(cls, args, kwargs)}); "
+            f"{request.op} gives a quantized tensor ({quantized}), and shards are dense "
+            f"({tensors_text(request.cls, request.args, request.kwargs)}); "
             "call it on x.to_local(), with a scale that all ranks share"
         )
-    moved = moved_dtype(record, args, kwargs)
-    if moved is not None:
-        return Decomposed(moves_as_integers(record, moved), last_resort)
-    refuse_on_all_ranks(record, args, kwargs)
-    if any_joined([*args, *kwargs.values()]) and _needs_consecutive_rows(cls, record, args, kwargs):
-        in_view = Decomposed((view_of_neighbours if op.is_view else of_neighbours)(op), last_resort)
-        if decomposition is None or decomposition.joined is None:
-            return in_view
-        return Decomposed(
-            decomposition.joined, lambda *_: in_view, _decomposition_strides(op, decomposition, args, kwargs)
-        )
-    if decomposition is not None and decomposition.always:
-        return Decomposed(decomposition.run, last_resort, _decomposition_strides(op, decomposition, args, kwargs))
-    call = describe(cls, op, args, kwargs)
-    mutated = _find_mutated(op, args, kwargs)
-    entry = (
-        _decide_mutation(cls, record, call, mutated, args, kwargs)
-        if mutated
-        else _decide_functional(cls, record, call, args, kwargs)
-    )
+
+
+def move_as_integers(request: Request) -> Entry | None:
+    """Serves ops that only move elements of a dtype without kernels, such as float8: the elements move as integers."""
+    dtype = moved_dtype(request.record, request.args, request.kwargs)
+    return None if dtype is None else Decomposed(moves_as_integers(request.record, dtype), _last_resort_of(request))
+
+
+def check_dtypes(request: Request) -> None:
+    """Raises on all ranks what a kernel raises for the dtypes on those ranks whose shards are not empty."""
+    refuse_on_all_ranks(request.record, request.args, request.kwargs)
+
+
+def unflatten_segments(request: Request) -> Entry | None:
+    """Serves calls that need consecutive rows, on tensors whose shards have several segments."""
+    op, decomposition = request.op, request.record.sharded
+    if not any_joined([*request.args, *request.kwargs.values()]) or not _needs_consecutive_rows(request):
+        return None
+    in_view = Decomposed((view_of_neighbours if op.is_view else of_neighbours)(op), _last_resort_of(request))
+    if decomposition is None or decomposition.joined is None:
+        return in_view
+    return Decomposed(decomposition.joined, lambda *_: in_view, _decomposition_strides(request, decomposition))
+
+
+def run_required_decomposition(request: Request) -> Entry | None:
+    """Serves ops whose sharded decomposition every call uses."""
+    decomposition = request.record.sharded
+    if decomposition is None or not decomposition.always:
+        return None
+    strides = _decomposition_strides(request, decomposition)
+    return Decomposed(decomposition.run, _last_resort_of(request), strides)
+
+
+def write_to_arguments(request: Request) -> Entry | None:
+    """Serves ops that write to arguments: on local shards, by the functional variant, or decomposed by torch."""
+    if not request.written:
+        return None
+    return _with_index_check(request, _decide_mutation(request))
+
+
+def run_by_rule(request: Request) -> Entry | None:
+    """Serves ops that have a rule: on local shards, or decomposed where the rule would communicate more."""
+    if request.record.rule is None:
+        return None
+    return _with_index_check(request, _decide_by_rule(request, request.record.rule))
+
+
+def run_sharded_decomposition(request: Request) -> Entry | None:
+    """Serves ops that have a sharded decomposition and no rule."""
+    decomposition = request.record.sharded
+    if decomposition is None:
+        return None
+    call = request.call
+    return _with_index_check(request, Decomposed(decomposition.run, lambda *_: fallback(call)))
+
+
+def run_torch_decomposition(request: Request) -> Entry | None:
+    """Serves ops that torch decomposes into other ops."""
+    composite = _composite(request.record)
+    if composite is None:
+        return None
+    call = request.call
+    return _with_index_check(request, Decomposed(composite, lambda *_: fallback(call), way=_BY_TORCH))
+
+
+def gather_inputs(request: Request) -> Entry:
+    """Serves every other op: gathers its sharded inputs and runs it on full tensors."""
+    return _with_index_check(request, fallback(request.call))
+
+
+PRECEDENCE: tuple[Stage, ...] = (
+    check_inputs,
+    move_as_integers,
+    check_dtypes,
+    unflatten_segments,
+    run_required_decomposition,
+    write_to_arguments,
+    run_by_rule,
+    run_sharded_decomposition,
+    run_torch_decomposition,
+    gather_inputs,
+)
+"""The order in which an op is served. Handlers that a user has registered for the op come before it, see
+`shardcompile.dispatch.engine.dispatch`. An entry that is a decomposition may leave a call to the entry that it names.
+"""
+
+
+def _with_index_check(request: Request, entry: Entry) -> Entry:
     # The ops that a gather or a functional variant dispatches check the indices themselves.
-    needs_check = record.indices is not None and not isinstance(entry, (Gathered, FunctionalWrite))
-    return IndexChecked(record, entry) if needs_check else entry
+    needs_check = request.record.indices is not None and not isinstance(entry, (Gathered, FunctionalWrite))
+    return IndexChecked(request.record, entry) if needs_check else entry
+
+
+def _last_resort_of(request: Request) -> Callable[[tuple[object, ...], dict[str, object]], Entry]:
+    """Returns `_last_resort` for the class and the op of a request; it keeps no arguments alive."""
+    return functools.partial(_last_resort, request.cls, request.record)
 
 
 def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
@@ -92,49 +208,38 @@ def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...],
     return fallback(describe(cls, op, args, kwargs))
 
 
-def _needs_consecutive_rows(
-    cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
-) -> bool:
+def _needs_consecutive_rows(request: Request) -> bool:
     """Whether the op's decomposition assumes that a shard is a range of consecutive rows of the global tensor."""
-    if record.sharded is None or record.op._schema.is_mutable:
+    record, op = request.record, request.op
+    if record.sharded is None or op._schema.is_mutable:
         return False
     if record.sharded.always or record.rule is None:
         return True
-    call = describe(cls, record.op, args, kwargs)
-    choice = choose(_layouts(call), record.rule.ways(call), len(record.op._schema.returns))
+    choice = choose(_layouts(request.call), record.rule.ways(request.call), len(op._schema.returns))
     return choice is None or choice.leaves_dims
 
 
-def _decide_functional(
-    cls: type[Sharded], record: OpRecord, call: OpCall, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Entry:
-    op, rule, decomposition = record.op, record.rule, record.sharded
-    if rule is not None:
-        produced = functools.partial(_produced_bytes, op, args, kwargs)
-        choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
-        assert choice is not None, "replicating all inputs is always possible"
+def _decide_by_rule(request: Request, rule: Rule) -> Entry:
+    op, call, record, decomposition = request.op, request.call, request.record, request.record.sharded
+    produced = functools.partial(_produced_bytes, op, request.args, request.kwargs)
+    choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
+    assert choice is not None, "replicating all inputs is always possible"
 
-        def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
-            try:
-                entry = _local_entry(record, call, choice, args, kwargs)
-            except compat.UNKNOWN_OUTPUT_SHAPE:
-                if op.is_view:  # a slice with unbacked bounds: Dynamo breaks the graph, or reports that it cannot
-                    raise
-                return fallback(call)
-            log_replicated(op, choice.plans)
-            return entry
+    def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
+        try:
+            entry = _local_entry(record, call, choice, args, kwargs)
+        except compat.UNKNOWN_OUTPUT_SHAPE:
+            if op.is_view:  # a slice with unbacked bounds: Dynamo breaks the graph, or reports that it cannot
+                raise
+            return fallback(call)
+        log_replicated(op, choice.plans)
+        return entry
 
-        if decomposition is None or not (
-            choice.leaves_dims or (decomposition.preferred is not None and decomposition.preferred(call))
-        ):
-            return as_chosen(args, kwargs)
-        return Decomposed(decomposition.run, as_chosen, _decomposition_strides(op, decomposition, args, kwargs))
-    if decomposition is not None:
-        return Decomposed(decomposition.run, lambda *_: fallback(call))
-    composite = _composite(record)
-    if composite is not None:
-        return Decomposed(composite, lambda *_: fallback(call), way=_BY_TORCH)
-    return fallback(call)
+    if decomposition is None or not (
+        choice.leaves_dims or (decomposition.preferred is not None and decomposition.preferred(call))
+    ):
+        return as_chosen(request.args, request.kwargs)
+    return Decomposed(decomposition.run, as_chosen, _decomposition_strides(request, decomposition))
 
 
 def _produced_bytes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
@@ -167,13 +272,11 @@ def _check_first(op: OpOverload, decomposition: Callable[..., object], *args: ob
     return decomposition(*args, **kwargs)
 
 
-def _decomposition_strides(
-    op: OpOverload, decomposition: ShardedDecomposition, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Strides:
+def _decomposition_strides(request: Request, decomposition: ShardedDecomposition) -> Strides:
     """Returns the strides for the results of a sharded decomposition; None for a result that keeps its own."""
     if decomposition.stored == "none":
         return []
-    strides = _stated_strides(op, args, kwargs)
+    strides = _stated_strides(request.op, request.args, request.kwargs)
     return strides if decomposition.stored == "all" else [None if n else s for n, s in enumerate(strides)]
 
 
@@ -271,15 +374,10 @@ def _functional_checks_shapes(record: OpRecord, functional: OpOverload) -> bool:
     return record.is_random or bool(compat.factory_arguments(record.op, functional))
 
 
-def _decide_mutation(
-    cls: type[Sharded],
-    record: OpRecord,
-    call: OpCall,
-    mutated: list[int | str],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> Entry:
+def _decide_mutation(request: Request) -> Entry:
     """Returns the entry for an op that writes to arguments: on shards, by its functional variant, or decomposed."""
+    cls, record, call, mutated = request.cls, request.record, request.call, request.written
+    args, kwargs = request.args, request.kwargs
     targets = [argument(m, args, kwargs) for m in mutated]
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
@@ -310,7 +408,7 @@ def _decide_mutation(
         return FunctionalWrite(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:
-        return Decomposed(composite, functools.partial(_last_resort, cls, record), way=_BY_TORCH)
+        return Decomposed(composite, _last_resort_of(request), way=_BY_TORCH)
     if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional variant to run instead")
     return fallback(call)

@@ -21,6 +21,7 @@ from shardcompile.ops.support.copied_views import (
     follow,
     note_view,
 )
+from shardcompile.ops.support.gather_log import unserved
 from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
 from shardcompile.planning import RedistributionPlan
 from shardcompile.redistribute import run_plan
@@ -51,9 +52,9 @@ class Decomposed(Entry):
 
     Args:
         function: the decomposition.
-        otherwise: returns the entry for arguments for which `function` returns NotImplemented, as some of torch's
-            decompositions do, or raises. It is cached with the entry, so it must not keep the arguments of the first
-            call alive.
+        otherwise: returns the entry for arguments for which `function` returns `NotServed`, or NotImplemented as some
+            of torch's decompositions do, or raises. It is cached with the entry, so it must not keep the arguments of
+            the first call alive.
         strides: the strides of the op's results; empty if they are data-dependent, or if the results are views.
         way: as in `Entry`.
     """
@@ -73,9 +74,13 @@ class Decomposed(Entry):
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        if out is not NotImplemented and not isinstance(out, NotServed):
-            return self._with_strides(cls, out)
-        return self.otherwise(args, kwargs).run(cls, args, kwargs)
+        if isinstance(out, NotServed):
+            with unserved(out.reason):
+                entry = self.otherwise(args, kwargs)
+            return entry.run(cls, args, kwargs)
+        if out is NotImplemented:
+            return self.otherwise(args, kwargs).run(cls, args, kwargs)
+        return self._with_strides(cls, out)
 
     def _with_strides(self, cls: type[Sharded], out: object) -> object:
         """Gives the results the strides of the op itself, because later ops decide by strides what can be a view."""

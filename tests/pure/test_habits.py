@@ -17,9 +17,15 @@ from sources import PACKAGE, ROOT, SOURCES
 from shardcompile.compat.caches import source_files
 
 
-def test_the_workflow_runs_what_ci_runs() -> None:
+def test_the_workflow_runs_the_scripts_and_the_range_of_versions() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert re.findall(r"^\s*-? ?run: (.+)$", workflow, re.M) == ["bash .ci/run"]
+    assert {"bash .ci/run", "bash scripts/nightly.sh"} <= set(re.findall(r"^\s*-? ?run: (.+)$", workflow, re.M))
+    (listed,) = re.findall(r"^TORCH = \[(.+)\]$", (ROOT / "noxfile.py").read_text(), re.M)
+    (pinned,) = re.findall(r"torch==([\d.]+)", (ROOT / ".ci" / "constraints.txt").read_text())
+    oldest, *_, newest = re.findall(r'"([\d.]+)"', listed)
+    in_matrix = re.findall(r'python: "([\d.]+)", torch: "([\d.]+)"', workflow)
+    assert {torch for _, torch in in_matrix} == {oldest, pinned, newest}
+    assert len({python for python, _ in in_matrix}) == 2
 
 
 def test_nox_has_the_oldest_and_the_newest_torch_and_that_of_ci() -> None:

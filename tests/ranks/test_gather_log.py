@@ -118,6 +118,13 @@ GATHERS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[sc.ShardTenso
         "aten.multinomial.default gathers input 0, 224 B: replicated by its cheapest strategy (",
         "input 0: f32[4, 7] 0: S(1)[5,0,2])",
     ),
+    "an index that no decomposition supports": (
+        lambda x: x.index_select(0, torch.tensor(3)),
+        lambda: (rows(7),),
+        "aten.index_select.default gathers input 0, 168 B: replicated by its cheapest strategy; its sharded decomposition "
+        "does not serve this call: the index is not 1-d (",
+        "input 0: f32[7, 3] 0: S(0)[3,3,1]; input 1: i64[] 0: R)",
+    ),
     "a write": (
         lambda x, y: x.clone().add_(y),
         lambda: (rows(4), columns(1, 3)),

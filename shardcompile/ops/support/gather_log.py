@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -16,6 +18,24 @@ _LOGGED_BYTES: dict[OpOverload, int] = {}
 """The most bytes of a logged gather, by op."""
 _WORTH_ANOTHER_LINE = 10
 """A gather of at least this many times the bytes of those logged before is logged, too."""
+
+
+_UNSERVED: ContextVar[str] = ContextVar("unserved", default="")
+
+
+@contextlib.contextmanager
+def unserved(reason: str) -> Iterator[None]:
+    """States, for gathers that are logged inside the context, why the op's sharded decomposition does not serve."""
+    token = _UNSERVED.set(reason)
+    try:
+        yield
+    finally:
+        _UNSERVED.reset(token)
+
+
+def unserved_reason() -> str:
+    """Returns the reason that `unserved` states; empty if there is none."""
+    return _UNSERVED.get()
 
 
 def log_gather(op: OpOverload, nbytes: int, text: str) -> bool:
@@ -45,7 +65,9 @@ def log_replicated(op: OpOverload, plans: Sequence[RedistributionPlan]) -> None:
         nbytes = sum(plans[i].nbytes for i in gathered)
         which = ", ".join(f"input {i}" for i in gathered)
         inputs = inputs_text([p.src for p in plans])
-        log_gather(op, nbytes, f"{op} gathers {which}, {nbytes} B: replicated by its cheapest strategy ({inputs})")
+        reason = unserved_reason() and f"; its sharded decomposition does not serve this call: {unserved_reason()}"
+        text = f"{op} gathers {which}, {nbytes} B: replicated by its cheapest strategy{reason} ({inputs})"
+        log_gather(op, nbytes, text)
 
 
 def _replicates(plan: RedistributionPlan) -> bool:
