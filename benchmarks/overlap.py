@@ -21,7 +21,7 @@ from shardcompile.passes import default_passes, inductor_options
 
 BAR = 1.0
 _BUCKETS = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_reduces", "bucket_all_to_alls", "bucket_ranges"]
-_ORDER = ["schedule_overlap", "hold_order"]
+_ORDER = ["schedule_overlap", "add_control_dependencies"]
 
 
 def weights_of(layers: int, width: int, imbalance: int) -> list[nn.Parameter]:

@@ -20,8 +20,8 @@ from shardcompile.passes.bucket.buckets import (
 )
 from shardcompile.passes.bucket.exchanges import BucketExchanges
 from shardcompile.passes.bucket.lower import LowerEvenGathers
-from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
-from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.dead_collectives import DropDeadCollectives, DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cost.calibrate import measure_link
@@ -42,13 +42,13 @@ __all__ = [
     "BucketExchanges",
     "BucketRanges",
     "BucketReduceScatters",
-    "CancelRoundTrips",
+    "CancelInversePairs",
     "Collective",
     "CostModel",
     "Device",
+    "DropDeadCollectives",
     "DropOwnSlice",
     "DropRepeatedWaits",
-    "DropSuperseded",
     "GraphCosts",
     "Link",
     "LowerEvenGathers",

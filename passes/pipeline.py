@@ -27,8 +27,8 @@ from shardcompile.passes.bucket.buckets import (
 )
 from shardcompile.passes.bucket.exchanges import BucketExchanges
 from shardcompile.passes.bucket.lower import LowerEvenGathers
-from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
-from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.dead_collectives import DropDeadCollectives, DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cost.model import CostModel, caching_costs
@@ -42,7 +42,7 @@ from shardcompile.passes.verify import agreed, is_record, record_of, verify
 _LOG = logging.getLogger("shardcompile")
 
 _COMMUNICATION_PASSES = (
-    *(DropSuperseded, ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
+    *(DropDeadCollectives, ShareEqualCollectives, CancelInversePairs, DropOwnSlice, ReduceThenSlice, MergeReductions),
     *(BucketAllGathers, BucketAllToAlls, BucketRanges, BucketExchanges, BucketReduceScatters, BucketAllReduces),
     ScheduleOverlap,
 )
@@ -88,10 +88,10 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         model: the cost model, rank-invariant; None for that of the device that a graph runs on.
     """
     return [
-        DropSuperseded(),
+        DropDeadCollectives(),
         DropRepeatedWaits(),
         ShareEqualCollectives(),
-        CancelRoundTrips(),
+        CancelInversePairs(),
         DropOwnSlice(),
         ReduceThenSlice(),
         SpreadLocalShard(),
@@ -252,7 +252,7 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
         pipeline: the one that runs on the partitioned graphs.
         foreign: whether foreign chains are rewritten into one collective first.
     """
-    kinds = (DropSuperseded, ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
+    kinds = (DropDeadCollectives, ShareEqualCollectives, DropRepeatedWaits, CancelInversePairs, MergeReductions)
     early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
     return Pipeline([*(foreign_passes() if foreign else ()), *early], in_step=foreign, final=False)
 

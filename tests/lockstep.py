@@ -122,7 +122,7 @@ def signature(node: Node) -> str:
     """What of a collective has to be the same on every rank."""
     c = exchange_of(node) or Collective.of(node)
     assert c is not None
-    size = None if c.kind == "mirror_shards" else c.global_size  # of that one a rank knows its local shards only
+    size = None if c.kind == "reflect_shards" else c.global_size  # of that one a rank knows its local shards only
     return f"{c.kind} {c.group_name} {c.value.dtype} {c.sizes} {size}"
 
 
@@ -225,7 +225,7 @@ _PLAYED = {
     "all_to_all_v": _all_to_all_v,
     "shard_dim_alltoall": _shard_dim_alltoall,
     "fetch_ranges": _fetch_ranges,
-    "mirror_shards": _mirror_shards,
+    "reflect_shards": _mirror_shards,
     "fetch_around": _fetch_around,
 }
 

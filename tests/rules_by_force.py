@@ -184,7 +184,7 @@ def wrong(name: str) -> tuple[list[str], int]:
         )
         if "empty" in op._schema.name or overflows or any(t.dtype in _HALVES for t in tensors):
             continue
-        for strategy in rule.ways(OpCall(op, described, named, tensors)):
+        for strategy in rule.strategies_for(OpCall(op, described, named, tensors)):
             if not all(map(_exists, tensors, strategy.inputs)):
                 continue
             for style in range(3):

@@ -76,7 +76,7 @@ class ShareEqualCollectives:
                 _share(graph, c, first)
 
 
-class DropSuperseded:
+class DropDeadCollectives:
     """Removes exchanges of rows that a later lookup has superseded.
 
         wait(exchange_rows(...))   ->   nothing, if it is superseded and nobody reads it
@@ -86,7 +86,7 @@ class DropSuperseded:
     program is traced, and so rank-invariant. Torch by itself keeps a wait that nobody reads.
     """
 
-    name = "drop_superseded"
+    name = "drop_dead_collectives"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

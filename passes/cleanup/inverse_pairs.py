@@ -51,12 +51,12 @@ class DropOwnSlice:
                 erase_unused(graph, start)
 
 
-class CancelRoundTrips:
+class CancelInversePairs:
     """Leaves a tensor where it is instead of moving it and moving it back.
 
         all_to_all_v from partition a to partition b, then from b to a   ->   clone
         fetch_ranges from partition a to partition b, then from b to a   ->   clone, if there are no halos
-        mirror_shards twice                                              ->   clone
+        reflect_shards twice                                              ->   clone
         fetch_around of a roll, then of the inverse roll                 ->   clone
         take_shard of place_shard, with the same partition               ->   clone
 
@@ -65,7 +65,7 @@ class CancelRoundTrips:
     before its payload can be written to. Pairs are found by arguments that are the same on every rank.
     """
 
-    name = "cancel_round_trips"
+    name = "cancel_inverse_pairs"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -52,7 +52,7 @@ class AddControlDependencies:
     protected as well, see `hold_payloads`.
     """
 
-    name = "hold_order"
+    name = "add_control_dependencies"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

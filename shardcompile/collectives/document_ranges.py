@@ -38,7 +38,7 @@ _ops = torch.ops.shardcompile
 
 
 class DocumentRanges(NamedTuple):
-    """Arguments of `fetch_spans` and `return_spans`.
+    """Arguments of `fetch_document_ranges` and `return_spans`.
 
     Attributes:
         input: the local shard; of a return the values for the rows that this rank wants.
@@ -216,7 +216,7 @@ def _held_and_wanted(a: DocumentRanges, what: str) -> tuple[list[Range], list[Ra
 
 
 def _fetch(a: DocumentRanges) -> Tensor:
-    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "fetch_spans")
+    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "fetch_document_ranges")
     exchange = fetch_wanted(FETCH_DOCUMENT_RANGES.kind, a.input, 0, held, wanted, int(a.shard), group)
     return exchange.start(FETCH_DOCUMENT_RANGES, a.group_name)
 
@@ -235,7 +235,7 @@ def _adjoint(of: Callable[[], Descriptor[DocumentRanges]]) -> Callable[[Document
 
 
 FETCH_DOCUMENT_RANGES: Descriptor[DocumentRanges] = Descriptor(
-    "fetch_spans",
+    "fetch_document_ranges",
     DocumentRanges,
     _fetch,
     sizes=lambda a: {0: a.shard},

@@ -36,14 +36,14 @@ class Found:
     Attributes:
         flat: the storage of all results: [n * (2 * count + 1)], int64.
         distances: distances of the nearest points, ascending: [n, count], float64; infinite where there is none yet.
-        numbers: global indices of these points: [n, count]; `total` where there is none yet.
+        indices: global indices of these points: [n, count]; `total` where there is none yet.
         within: number of points within reach: [n].
         total: number of points in all shards.
     """
 
     flat: Tensor
     distances: Tensor
-    numbers: Tensor
+    indices: Tensor
     within: Tensor
     total: int
 
@@ -54,32 +54,32 @@ class Found:
         flat = torch.zeros([n * (2 * count + 1)], dtype=torch.int64, device=queries.device)
         found = Found(flat, *parts(flat, n, count), total)
         found.distances.fill_(math.inf)
-        found.numbers.fill_(total)
+        found.indices.fill_(total)
         return found
 
-    def merge(self, rows: slice, distances: Tensor, numbers: Tensor, within: Tensor) -> None:
+    def merge(self, rows: slice, distances: Tensor, indices: Tensor, within: Tensor) -> None:
         """Merges candidates of some queries into the results; infinite distances mark missing candidates.
 
         Args:
             rows: the range of queries.
             distances: distances of the candidates: [rows, any number].
-            numbers: global indices of the candidates, in the same shape.
+            indices: global indices of the candidates, in the same shape.
             within: number of points within reach: [rows].
         """
         count = self.distances.shape[1]
         all_distances = torch.cat([self.distances[rows], distances], 1)
-        all_indices = torch.cat([self.numbers[rows], torch.where(distances.isinf(), self.total, numbers)], 1)
+        all_indices = torch.cat([self.indices[rows], torch.where(distances.isinf(), self.total, indices)], 1)
         all_distances, all_indices = _in_order(all_distances, all_indices)
         self.distances[rows] = all_distances[:, :count]
-        self.numbers[rows] = all_indices[:, :count]
+        self.indices[rows] = all_indices[:, :count]
         self.within[rows] += within
 
 
 def parts(flat: Tensor, n: Any, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the parts of `Found.flat` as views: distances, indices of points, and counts of points within reach."""
-    distances, numbers = (flat.narrow(0, i * n * count, n * count) for i in range(2))
+    distances, indices = (flat.narrow(0, i * n * count, n * count) for i in range(2))
     within = flat.narrow(0, 2 * n * count, n)
-    return distances.view(torch.float64).view(n, count), numbers.view(n, count), within
+    return distances.view(torch.float64).view(n, count), indices.view(n, count), within
 
 
 @dataclass(frozen=True)

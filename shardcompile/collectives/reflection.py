@@ -17,7 +17,7 @@ from shardcompile.sharding import IntLike
 
 
 class ReflectShards(NamedTuple):
-    """Arguments of `mirror_shards`.
+    """Arguments of `reflect_shards`.
 
     Attributes:
         input: the local shard.
@@ -62,7 +62,7 @@ def _traffic(members: Sequence[Member], n: int) -> Traffic:
 
 
 REFLECT_SHARDS = Descriptor(
-    "mirror_shards",
+    "reflect_shards",
     ReflectShards,
     _run,
     sizes=lambda a: {a.dim: a.shard},

@@ -215,14 +215,14 @@ def _needs_consecutive_rows(request: Request) -> bool:
         return False
     if record.sharded.always or record.rule is None:
         return True
-    choice = choose(_layouts(request.call), record.rule.ways(request.call), len(op._schema.returns))
+    choice = choose(_layouts(request.call), record.rule.strategies_for(request.call), len(op._schema.returns))
     return choice is None or choice.leaves_dims
 
 
 def _decide_by_rule(request: Request, rule: Rule) -> Entry:
     op, call, record, decomposition = request.op, request.call, request.record, request.record.sharded
     produced = functools.partial(_produced_bytes, op, request.args, request.kwargs)
-    choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
+    choice = choose(_layouts(call), rule.strategies_for(call), len(op._schema.returns), produced=produced)
     assert choice is not None, "replicating all inputs is always possible"
 
     def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
@@ -399,7 +399,7 @@ def _decide_mutation(request: Request) -> Entry:
     # Graphs contain the seeded op, which is functional, in place of a random op.
     draws_functionally = record.is_random and functional is not None
     if mutated == [0] and type(targets[0]) is cls and rule is not None and not draws_functionally:
-        choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
+        choice = choose(_layouts(call), rule.strategies_for(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
             log_replicated(call.op, choice.plans)
             return InPlace(record, choice)

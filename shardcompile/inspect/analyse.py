@@ -130,7 +130,7 @@ def traced_collective(c: Collective) -> TracedCollective:
     )
 
 
-def ways_of_attention(graph: Graph) -> tuple[str, ...]:
+def attention_strategies(graph: Graph) -> tuple[str, ...]:
     """Returns the strategies of the attentions in a graph, each once, in the graph's order."""
     # Sizes and views that the backward pass recomputes have notes of the forward pass, so only these nodes count.
     noted = (notes_of(n).get("attention") for n in graph.nodes if n.target in ANCHORS or kind_of(n) is not None)

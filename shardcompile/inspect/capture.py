@@ -17,10 +17,10 @@ from shardcompile.collectives import recording_rows
 from shardcompile.compat import observe
 from shardcompile.inspect.analyse import (
     Analysis,
+    attention_strategies,
     issued_collectives,
     spans,
     traced_collective,
-    ways_of_attention,
     with_fates,
 )
 from shardcompile.inspect.data import Compilation, GraphReport, PassStep
@@ -109,7 +109,7 @@ class _Followed:
         """Records the graph as the input of the first pass."""
         self._before = self._after = Analysis.of(graph, self._model)
         self._traced = tuple(map(traced_collective, self._before.found))
-        self._ways = ways_of_attention(graph)
+        self._ways = attention_strategies(graph)
         self._gone: dict[str, str] = {}
         self._steps: list[PassStep] = []
         self._text = str(graph)

@@ -465,7 +465,7 @@ const lineOf = (i) => data.lines[i];
 const BESIDE = ["dynamo", "bytecode", "joint", "code"];
 
 /** The pass that hides the nodes it holds in graphs of their own: nothing to start reading with. */
-const HELD = "hold_order";
+const HELD = "add_control_dependencies";
 
 /** Where each name is assigned in the latest text that has it: [stage, line]. */
 function definitions(graph) {

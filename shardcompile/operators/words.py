@@ -223,7 +223,7 @@ def _strategy_lines(record: OpRecord, example: Example) -> list[str]:
         return next(iterator) if isinstance(a, torch.Tensor) else a
 
     call = OpCall(record.op, tuple(replace(a) for a in example.args), {}, tuple(tensors))
-    return [f"  {line}" for line in dict.fromkeys(_strategy(s, names) for s in record.rule.ways(call))]
+    return [f"  {line}" for line in dict.fromkeys(_strategy(s, names) for s in record.rule.strategies_for(call))]
 
 
 def _strategy(strategy: Strategy, names: list[str]) -> str:

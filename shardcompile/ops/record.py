@@ -39,7 +39,7 @@ class Rule:
     local_args: LocalArgs | None = None
     origin: str = ""
 
-    def ways(self, call: OpCall) -> Iterator[Strategy]:
+    def strategies_for(self, call: OpCall) -> Iterator[Strategy]:
         """Yields the strategies for a call.
 
         Raises:

@@ -32,12 +32,12 @@ class Nearest(NamedTuple):
     Attributes:
         distances: in increasing order: [n, k], of the dtype of the queries, sharded as the queries; infinite where
             there are fewer than k points.
-        numbers: the indices of the points: [n, k], int64; among equally distant points the lower index comes first.
+        indices: the indices of the points: [n, k], int64; among equally distant points the lower index comes first.
             Where there are fewer than k points it is the number of points, which is out of range as an index.
     """
 
     distances: Tensor
-    numbers: Tensor
+    indices: Tensor
 
 
 class Within(NamedTuple):
@@ -45,13 +45,13 @@ class Within(NamedTuple):
 
     Attributes:
         distances: as in `Nearest`: [n, max_neighbors].
-        numbers: as in `Nearest`.
+        indices: as in `Nearest`.
         counts: number of points within the radius: [n], int64. Where it exceeds `max_neighbors`, the nearest points are
             kept.
     """
 
     distances: Tensor
-    numbers: Tensor
+    indices: Tensor
     counts: Tensor
 
 

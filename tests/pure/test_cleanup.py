@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardcompile.compat import SUPERSEDED
-from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
-from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.dead_collectives import DropDeadCollectives, DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.graph.collective import WAIT
 
@@ -99,7 +99,7 @@ def test_what_is_superseded_goes_if_nobody_reads_it() -> None:
         gathered(b, b.call(aten.exp.default, x), 0)  # of this one nobody has said so
         return [b.call(aten.sin.default, read)]
 
-    assert check(DropSuperseded(), write)[0] == ["all_gather_v"] * 2
+    assert check(DropDeadCollectives(), write)[0] == ["all_gather_v"] * 2
 
 
 # Equal collectives.
@@ -227,7 +227,7 @@ def test_the_only_wait_stays_though_nobody_reads_it() -> None:
         DropRepeatedWaits(),
         ShareEqualCollectives(),
         DropOwnSlice(),
-        CancelRoundTrips(),
+        CancelInversePairs(),
         ReduceThenSlice(),
     ):
         check_untouched(graph_pass, write)
@@ -334,7 +334,7 @@ def fetched(b: Builder, x: Node, dim: int, rank: int, partitions: Sequence[Any] 
 def mirrored(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int]) -> Node:
     shape = list(x.meta["val"].shape)
     shape[dim] = sizes[2 - rank]
-    return shaped(b, b.call(ours.mirror_shards.default, x, dim, shape[dim], "g"), dim, shape)
+    return shaped(b, b.call(ours.reflect_shards.default, x, dim, shape[dim], "g"), dim, shape)
 
 
 def rolled(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int], shift: int) -> Node:
@@ -352,7 +352,7 @@ def test_an_exchange_and_its_inverse_cancel(dims: tuple[int, int]) -> None:
         there = exchanged(b, x, src, dst, rank)
         return [b.call(aten.neg.default, exchanged(b, there, dst, src, rank, (B, A)))]
 
-    left, graphs = check(CancelRoundTrips(), write)
+    left, graphs = check(CancelInversePairs(), write)
     assert left == []
     assert set(targets(graphs[0])) == {aten.clone.default, aten.neg.default}
 
@@ -365,7 +365,7 @@ def test_fetches_mirrors_and_rolls_cancel(dim: int) -> None:
         again = mirrored(b, mirrored(b, x, dim, rank, A), dim, rank, A[::-1])
         return [back, again, rolled(b, rolled(b, x, dim, rank, A, 2), dim, rank, A, -2)]
 
-    assert check(CancelRoundTrips(), write)[0] == []
+    assert check(CancelInversePairs(), write)[0] == []
 
 
 def test_a_tensor_that_goes_to_and_fro_is_moved_once() -> None:
@@ -375,7 +375,7 @@ def test_a_tensor_that_goes_to_and_fro_is_moved_once() -> None:
             x = fetched(b, fetched(b, x, 0, rank), 0, rank, (B, A))
         return [fetched(b, x, 0, rank)]
 
-    assert check(CancelRoundTrips(), write)[0] == ["fetch_ranges"]
+    assert check(CancelInversePairs(), write)[0] == ["fetch_ranges"]
 
 
 def test_what_is_read_on_the_way_stays() -> None:
@@ -385,7 +385,7 @@ def test_what_is_read_on_the_way_stays() -> None:
         b.call(aten.mul_.Tensor, x, 2.0)
         return [b.call(aten.neg.default, there), fetched(b, there, 0, rank, (B, A))]
 
-    assert check(CancelRoundTrips(), write)[0] == ["fetch_ranges"]
+    assert check(CancelInversePairs(), write)[0] == ["fetch_ranges"]
 
 
 def test_a_shard_that_is_placed_and_taken() -> None:
@@ -393,7 +393,7 @@ def test_a_shard_that_is_placed_and_taken() -> None:
         placed = b.call(PLACE, b.input(A[rank], 2), 0, 5, list(A), 0, [], "g")
         return [taken(b, placed, 0, rank)]
 
-    assert set(targets(check(CancelRoundTrips(), write)[1][0])) == {aten.clone.default}
+    assert set(targets(check(CancelInversePairs(), write)[1][0])) == {aten.clone.default}
 
 
 def placed_and_added(b: Builder, rank: int) -> list[Node]:
@@ -416,7 +416,7 @@ def rolled_on(b: Builder, rank: int) -> list[Node]:
 
 @pytest.mark.parametrize("write", [placed_and_added, fetched_with_a_halo, fetched_elsewhere, rolled_on])
 def test_journeys_that_are_no_round_trips(write: Any) -> None:
-    check_untouched(CancelRoundTrips(), write)
+    check_untouched(CancelInversePairs(), write)
 
 
 # The local shard of a sum.

@@ -414,7 +414,7 @@ def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
     )
     own = b.call(ours.take_shard.default, whole, 0, mine, *partition(sizes), "g")
     placed = b.call(ours.place_shard.default, own, 0, total, *partition(sizes), "g")
-    mirrored = b.wait(ours.mirror_shards.default, own, 0, sizes[-1 - rank], "g")
+    mirrored = b.wait(ours.reflect_shards.default, own, 0, sizes[-1 - rank], "g")
     loss = b.wait(c10d.all_reduce.default, b.call(aten.sum.default, y), "sum", "g")
     return b.output(new, moved, turned, exchanged, both, placed, mirrored, loss)  # fmt: skip
 

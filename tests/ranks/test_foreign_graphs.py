@@ -18,7 +18,7 @@ from torch.fx import Graph
 
 from shardcompile.passes.backend import inductor_options
 from shardcompile.passes.cleanup.dead_collectives import DropRepeatedWaits, ShareEqualCollectives
-from shardcompile.passes.cleanup.inverse_pairs import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import collectives
@@ -60,7 +60,7 @@ def joint_passes(agree: Any = None) -> list[Any]:
 
 def passes() -> list[Any]:
     """For forward and backward, each alone."""
-    return [DropRepeatedWaits(), ShareEqualCollectives(), CancelRoundTrips(), DropOwnSlice(), ReduceThenSlice()]
+    return [DropRepeatedWaits(), ShareEqualCollectives(), CancelInversePairs(), DropOwnSlice(), ReduceThenSlice()]
 
 
 def local(x: Any) -> Tensor:

@@ -78,7 +78,7 @@ class DynamicGraph(nn.Module):
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
-            numbers = sc.neighbors.knn(x.detach(), x.detach(), 3).numbers
+            numbers = sc.neighbors.knn(x.detach(), x.detach(), 3).indices
             near = sc.plan_gather(x, numbers).gather(x) if isinstance(x, sc.ShardTensor) else x[numbers]
             here = x.unsqueeze(1).expand_as(near)
             x = nn.functional.leaky_relu(layer(torch.cat([here, near - here], 2)), 0.2).amax(1)

@@ -23,7 +23,7 @@ WRITES: dict[str, Callable[[Tensor], Tensor]] = {
 ROWS = [3, 5]
 
 
-@pytest.mark.parametrize("off", [(), pytest.param(("hold_order",), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("off", [(), pytest.param(("add_control_dependencies",), marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_shard_that_is_being_gathered_is_not_written_to(write: str, off: Sequence[str]) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

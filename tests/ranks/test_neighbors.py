@@ -169,7 +169,7 @@ def test_no_tensor_of_a_search_by_trees_comes_near_its_shard() -> None:
     found = local_search.Found.none(points, 16, len(points))
     with _Largest(found.flat, points) as largest:
         local_search.search(found, local_search.searchable(points, 0), points, torch.inf)
-    assert torch.equal(found.numbers[:, 0], torch.arange(len(points)))
+    assert torch.equal(found.indices[:, 0], torch.arange(len(points)))
     assert 0 < largest.bytes <= points.nbytes // 8
 
 
@@ -180,7 +180,7 @@ def test_numbers_that_are_not_finite_have_no_neighbours(value: float, of_queries
     (queries if of_queries else points)[1, 2] = value
     found = sc.neighbors.knn(queries, points, 3)
     near, numbers, _ = exact(queries, points, 3)
-    assert torch.equal(found.distances, near) and torch.equal(found.numbers, numbers)
+    assert torch.equal(found.distances, near) and torch.equal(found.indices, numbers)
 
 
 @pytest.mark.ranks(4, processes=False)
@@ -254,14 +254,14 @@ def test_layouts_of_queries_and_points(compiled: bool) -> None:
         q = sc.distribute_tensor(full, on, q_placed).requires_grad_()
         p = sc.distribute_tensor(others, on, p_placed).requires_grad_()
         found = run(q, p)
-        assert torch.equal(found.numbers.full_tensor(), numbers), (q_placed, p_placed)
+        assert torch.equal(found.indices.full_tensor(), numbers), (q_placed, p_placed)
         found.distances.sin().sum().backward()
         torch.testing.assert_close(found.distances.detach().full_tensor(), near, **TIGHT)
         torch.testing.assert_close(q.grad.full_tensor(), plain_q.grad, **TIGHT)
         torch.testing.assert_close(p.grad.full_tensor(), plain_p.grad, **TIGHT)
     terms = sc.ShardTensor.from_local(full / 2, on, [Partial(), whole])
-    assert torch.equal(sc.neighbors.knn(terms, others, 4).numbers.full_tensor(), numbers)
-    assert torch.equal(sc.neighbors.knn(full, others, 4).numbers, numbers)  # all of it plain
+    assert torch.equal(sc.neighbors.knn(terms, others, 4).indices.full_tensor(), numbers)
+    assert torch.equal(sc.neighbors.knn(full, others, 4).indices, numbers)  # all of it plain
     both = sc.distribute_tensor(others, on, [rows, rows])
     with pytest.raises(sc.LayoutError, match="several; redistribute it"):
         sc.neighbors.knn(full, both, 2)

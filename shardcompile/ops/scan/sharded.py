@@ -187,7 +187,7 @@ def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
             inner *= count
             size = shard_size(partition, layout.mesh)
             group = compat.group_name_of(layout.mesh, mesh_dim)
-            flat = torch.ops.shardcompile.mirror_shards(local, dim, size, group)
+            flat = torch.ops.shardcompile.reflect_shards(local, dim, size, group)
             local = Pending.of(flat, local.shape, dim, size).wait()
     return wrap(x, local, layout, x.stride())
 

@@ -61,7 +61,7 @@ def _plan_view(layout: Layout) -> tuple[Unflattened, Choice, Layout]:
     rule = find_rule(aten.reshape.default)
     assert rule is not None, "views have a rule"
     call = OpCall(aten.reshape.default, (source, list(layout.shape)), {}, (source,))
-    choice = choose([source.layout], rule.ways(call), 1)
+    choice = choose([source.layout], rule.strategies_for(call), 1)
     assert choice is not None, "replicating is always possible"
     return apart, choice, choice.outputs[0].layout(source.layout, layout.shape, layout.dtype)
 
