@@ -97,11 +97,6 @@ def make_sample(seed: int, points: tuple[int, int] = (300, 900)) -> Sample:
     )
 
 
-def make_dataset(count: int, seed: int = 0, points: tuple[int, int] = (300, 900)) -> list[Sample]:
-    """Makes `count` samples. The samples of different seeds differ (below a million samples)."""
-    return [make_sample(seed * 1_000_000 + i, points) for i in range(count)]
-
-
 def _random_domain(rng: np.random.Generator, points: int) -> tuple[float, list[Array]]:
     """The mesh spacing that gives about `points` mesh points, and the boundary loops sampled at it."""
     curves = [_random_star(rng), _random_ellipse(rng)]
