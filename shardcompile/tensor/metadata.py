@@ -19,8 +19,8 @@ from shardcompile.collectives import note_partition
 from shardcompile.sharding import IntLike, Layout, Partition, Spec, order_of, sizes_of_key
 
 PartitionKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
-"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed partition, and runs. A symbolic scale or number of
-runs is replaced by `_CARRIED`."""
+"""Tensor dim, kind, mesh dims, coarsening, scale, the sizes of a fixed partition, and number of segments. A symbolic
+scale or number of segments is replaced by `_CARRIED`."""
 
 _CARRIED = 0
 """The placeholder of a symbolic number, which is in the shape of the inner tensor ``_partition_keys``."""
@@ -55,7 +55,9 @@ class Metadata:
     @property
     def has_keys(self) -> bool:
         """Whether there is an inner tensor ``_partition_keys``."""
-        return any(_CARRIED in (scale, runs) or kind == "dynamic" for _, kind, _, _, scale, _, runs in self.partitions)
+        return any(
+            _CARRIED in (scale, count) or kind == "dynamic" for _, kind, _, _, scale, _, count in self.partitions
+        )
 
     @property
     def has_stated_sizes(self) -> bool:
@@ -119,9 +121,9 @@ def _static(number: IntLike) -> int:
 
 
 def _carried(layout: Layout, metadata: Metadata) -> list[IntLike]:
-    """Returns the scales and numbers of runs of a layout that are symbols of a graph, in the order of the metadata."""
-    partitions = [(layout.partition_of(dim), scale, runs) for dim, _, _, _, scale, _, runs in metadata.partitions]
-    pairs = [pair for c, scale, runs in partitions for pair in ((c.scale, scale), (c.num_segments, runs))]
+    """Returns the scales and segment counts of a layout that are symbols of a graph, in the order of the metadata."""
+    partitions = [(layout.partition_of(dim), scale, count) for dim, _, _, _, scale, _, count in metadata.partitions]
+    pairs = [pair for c, scale, count in partitions for pair in ((c.scale, scale), (c.num_segments, count))]
     return [number for number, static in pairs if static == _CARRIED]
 
 
@@ -166,7 +168,7 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bo
 
     The first size is 0 and the strides are 0, so that the storage size does not overflow. While tracing, a tensor that
     carries the same keys is reused, so that ops add no nodes to the graph. Unbacked global sizes follow the keys, since
-    torch looks for the origin of their symbols in inner tensors only. Symbolic scales and numbers of runs come last.
+    torch looks for the origin of their symbols in inner tensors only. Symbolic scales and segment counts come last.
     """
     partitions = [layout.partition_of(d) for d in metadata.dynamic_dims]
     keys = [c.key for c in partitions]
@@ -194,7 +196,7 @@ def spec_from_parts(
     """Returns the spec of an unflattened tensor: at run time with shard sizes looked up by key, else with symbols."""
     shape, stride = tuple(shape), tuple(stride)
     keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
-    placeholders = [n for *_, scale, _, runs in metadata.partitions for n in (scale, runs) if n == _CARRIED]
+    placeholders = [n for *_, scale, _, count in metadata.partitions for n in (scale, count) if n == _CARRIED]
     carried = () if carrier is None or not placeholders else tuple(carrier.shape[-len(placeholders) :])
     # The local shape is checked as well: a global size may be a constant while the shard size is still a symbol.
     is_static = all(type(s) is int for s in (*keys, *carried, *shape, *stride, *local.shape))
@@ -219,20 +221,20 @@ def spec_from_parts(
 
 def _with_carried(partition: PartitionKind, carried: Iterator[Any]) -> PartitionKind:
     """Replaces the placeholders in the description of a partition by the numbers that the inner tensor carries."""
-    dim, kind, mesh_dims, inner, scale, sizes, runs = partition
-    scale, runs = (next(carried) if n == _CARRIED else n for n in (scale, runs))
-    return dim, kind, mesh_dims, inner, scale, sizes, runs
+    dim, kind, mesh_dims, coarsening, scale, sizes, count = partition
+    scale, count = (next(carried) if n == _CARRIED else n for n in (scale, count))
+    return dim, kind, mesh_dims, coarsening, scale, sizes, count
 
 
 def _partition(metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor) -> Partition:
-    partition = _partition_of_one_run(metadata, description, key, size, local)
+    partition = _partition_of_one_segment(metadata, description, key, size, local)
     return partition if compat.is_one(description[-1]) else replace(partition, num_segments=description[-1])
 
 
-def _partition_of_one_run(
+def _partition_of_one_segment(
     metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor
 ) -> Partition:
-    dim, kind, mesh_dims, inner, scale, sizes, _ = description
+    dim, kind, mesh_dims, coarsening, scale, sizes, _ = description
     parts = [metadata.mesh.shape[m] for m in mesh_dims]
     if kind == "fixed":
         return Partition.of_sizes(mesh_dims, parts, sizes, "fixed")
@@ -247,12 +249,12 @@ def _partition_of_one_run(
         return partition
     if type(key) is not int or type(size) is not int:
         partition = replace(
-            Partition.traced(mesh_dims, parts, size, key, local.shape[dim]), coarsening=inner, scale=scale
+            Partition.traced(mesh_dims, parts, size, key, local.shape[dim]), coarsening=coarsening, scale=scale
         )
         note_partition(partition, metadata.mesh)
         return partition
-    shards = sizes_of_key(key, inner, scale)
-    return Partition("dynamic", mesh_dims, tuple(parts), size, shards, key, coarsening=inner, scale=scale)
+    shards = sizes_of_key(key, coarsening, scale)
+    return Partition("dynamic", mesh_dims, tuple(parts), size, shards, key, coarsening=coarsening, scale=scale)
 
 
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
