@@ -11,7 +11,7 @@ import nox
 nox.options.sessions = ["lint", "docs", "tests(torch='2.13.0')"]
 
 TORCH = ["2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0"]
-"""The versions that pyproject.toml allows. CI runs 2.13.0."""
+"""The versions that pyproject.toml allows. `.ci/run` pins 2.13.0."""
 
 
 @nox.session

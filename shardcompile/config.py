@@ -87,7 +87,7 @@ SETTINGS = ("fallback", "attention", "ring_steps", "attention_bytes", "verify", 
 _ATTENTION_STRATEGIES = ("auto", "ring", "gather", "heads")
 
 
-def attention_strategies() -> tuple[str, int, int]:
+def attention_settings() -> tuple[str, int, int]:
     """Returns the settings that choose the strategy of attention: `attention`, `ring_steps`, `attention_bytes`."""
     return attention, ring_steps, attention_bytes
 
@@ -100,15 +100,15 @@ class _Settings(types.ModuleType):
             raise ValueError(f"config.attention is one of {', '.join(map(repr, _ATTENTION_STRATEGIES))}, not {value!r}")
         if name in ("ring_steps", "attention_bytes") and (not isinstance(value, int) or value < 0):
             raise ValueError(f"config.{name} is a number of at least 0, not {value!r}")
-        before = attention_strategies()
+        before = attention_settings()
         super().__setattr__(name, value)
         set_in_cache_keys(_tag(before), False)
-        set_in_cache_keys(_tag(attention_strategies()), True)
+        set_in_cache_keys(_tag(attention_settings()), True)
 
 
 def _tag(settings: tuple[str, int, int]) -> str:
     return "" if settings == _DEFAULTS else f"-attention by {settings}"
 
 
-_DEFAULTS = attention_strategies()
+_DEFAULTS = attention_settings()
 sys.modules[__name__].__class__ = _Settings

@@ -562,7 +562,8 @@ def _can_be_other(lines: Sequence[str], other: str) -> bool:
         other: what `_other_layouts` returned.
     """
     name, _, layouts = other.partition(": ")
-    gathered = layouts.count("S(", layouts.index("compiled")) < layouts.count("S(", 0, layouts.index("compiled"))
+    eager, _, compiled = layouts.partition(", compiled ")
+    gathered = compiled.count("S(") < eager.count("S(")
     kinds = [_DATA_DEPENDENT, _OTHERWISE_DECOMPOSED, *([_DIVIDED] if gathered else [])]
     wanted = {name}
     for line in reversed(lines):

@@ -56,7 +56,7 @@ class CancelInversePairs:
 
         all_to_all_v from partition a to partition b, then from b to a   ->   clone
         fetch_ranges from partition a to partition b, then from b to a   ->   clone, if there are no halos
-        reflect_shards twice                                              ->   clone
+        reflect_shards twice                                             ->   clone
         fetch_around of a roll, then of the inverse roll                 ->   clone
         take_shard of place_shard, with the same partition               ->   clone
 

@@ -38,7 +38,7 @@ _ops = torch.ops.shardcompile
 
 
 class DocumentRanges(NamedTuple):
-    """Arguments of `fetch_document_ranges` and `return_spans`.
+    """Arguments of `fetch_document_ranges` and `return_document_ranges`.
 
     Attributes:
         input: the local shard; of a return the values for the rows that this rank wants.
@@ -222,7 +222,7 @@ def _fetch(a: DocumentRanges) -> Tensor:
 
 
 def _return(a: DocumentRanges) -> Tensor:
-    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "return_spans")
+    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "return_document_ranges")
     exchange = return_wanted(RETURN_DOCUMENT_RANGES.kind, a.input, 0, held, wanted, int(a.shard), group)
     return exchange.start(RETURN_DOCUMENT_RANGES, a.group_name)
 
@@ -247,7 +247,7 @@ FETCH_DOCUMENT_RANGES: Descriptor[DocumentRanges] = Descriptor(
 )
 
 RETURN_DOCUMENT_RANGES: Descriptor[DocumentRanges] = Descriptor(
-    "return_spans",
+    "return_document_ranges",
     DocumentRanges,
     _return,
     sizes=lambda a: {0: a.shard},

@@ -210,13 +210,13 @@ def first_rows(x: Tensor, count: IntLike) -> Tensor:
         x: [n, ...].
         count: number of rows, at most n; may be an unbacked symbol.
     """
-    if isinstance(x.shape[0], int) and not isinstance(count, int):
-        # n may be a local shard size. A bound on `count` would then hold on this rank only: if n is 0, the compiler
-        # would take `count` for 0 on all ranks.
-        return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
-    torch._check(count <= x.shape[0])
-    if compat.is_unbacked(x.shape[0]):  # the length of a slice would be a formula, to which `count` is not bound
-        return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
+    # A static n may be a local shard size. A bound on `count` would then hold on this rank only: if n is 0, the
+    # compiler would take `count` for 0 on all ranks.
+    unbounded = isinstance(x.shape[0], int) and not isinstance(count, int)
+    if not unbounded:
+        torch._check(count <= x.shape[0])
+    if unbounded or compat.is_unbacked(x.shape[0]):  # for an unbacked n, the length of a slice would be a formula
+        return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[arg-type]
     return x.narrow(0, 0, count).clone()
 
 

@@ -191,9 +191,9 @@ def global_indices(partition: Partition, mesh: DeviceMesh, device: torch.device)
     dim_size: Any = partition.size
     size: Any = shard_size(partition, mesh)
     first: Any = derive("located", [with_one_segment(partition)], [], dim_size, mesh)[1]
-    runs: Any = partition.num_segments
-    if compat.is_one(runs):
+    segments: Any = partition.num_segments
+    if compat.is_one(segments):
         return torch.arange(size, device=device) + first
-    segment_starts = torch.arange(runs, device=device).unsqueeze(1) * (dim_size // runs)
-    indices = segment_starts + (torch.arange(size // runs, device=device) + first // runs)
+    segment_starts = torch.arange(segments, device=device).unsqueeze(1) * (dim_size // segments)
+    indices = segment_starts + (torch.arange(size // segments, device=device) + first // segments)
     return torch.ops.aten.view.default(indices, [size])

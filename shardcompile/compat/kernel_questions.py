@@ -222,6 +222,7 @@ def guards_of_cached_code(stack: contextlib.ExitStack) -> None:
 
 
 def _of_all(of_two: Callable[[Any, Any], Any], of_numbers: Callable[..., object], *sizes: Any) -> object:
+    """The minimum or maximum of sizes: a formula if one of them is symbolic, which installs no guard."""
     if any(isinstance(n, torch.SymInt) for n in sizes):
         return functools.reduce(of_two, [n if isinstance(n, torch.SymInt) else int(n) for n in sizes])
     return of_numbers(*sizes)

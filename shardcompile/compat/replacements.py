@@ -154,8 +154,9 @@ def _without_a_guard_if_false(expect: Callable[..., bool]) -> Callable[..., bool
     """Have a check whose condition does not hold for the hints return False, and install no guard."""
 
     def expected(self: SizeVarAllocator, condition: sympy.Basic) -> bool:
-        unbacked = any(symbol_is_type(s, SymT.UNBACKED_INT) for s in condition.free_symbols)
-        if not unbacked and not self.statically_known_true(condition):
+        if self.statically_known_true(condition):
+            return True
+        if not any(symbol_is_type(s, SymT.UNBACKED_INT) for s in condition.free_symbols):
             with self.shape_env.suppress_guards():
                 if not self.shape_env.evaluate_expr(condition):
                     return False

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from shardcompile.sharding import QUANTIZED, Layout, Spec
 _BY_TORCH = "torch's decomposition"
 
 
+@dataclass(eq=False)
 class Request:
     """One call, as the stages of `PRECEDENCE` see it.
 
@@ -51,10 +53,10 @@ class Request:
         kwargs: the keyword arguments.
     """
 
-    def __init__(
-        self, cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        self.cls, self.record, self.args, self.kwargs = cls, record, args, kwargs
+    cls: type[Sharded]
+    record: OpRecord
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
     @property
     def op(self) -> OpOverload:
@@ -164,7 +166,7 @@ def run_torch_decomposition(request: Request) -> Entry | None:
 
 def gather_inputs(request: Request) -> Entry:
     """Serves every other op: gathers its sharded inputs and runs it on full tensors."""
-    return _with_index_check(request, fallback(request.call))
+    return fallback(request.call)
 
 
 PRECEDENCE: tuple[Stage, ...] = (

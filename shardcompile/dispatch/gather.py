@@ -16,7 +16,7 @@ from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import OpCall, OpRecord, record_of
 from shardcompile.ops.choice import whole_plan
 from shardcompile.ops.random.streams import kernel_on_shards
-from shardcompile.ops.support.gather_log import inputs_text, log_gather, unserved_reason
+from shardcompile.ops.support.gather_log import inputs_text, log_gather, unserved_text
 from shardcompile.planning import RedistributionPlan
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import Layout, Spec
@@ -34,9 +34,7 @@ def fallback(call: OpCall) -> Entry:
 def _reason(record: OpRecord) -> str:
     if record.rule is None and record.sharded is None and not record.functions:
         return "it has no sharding rule"
-    if unserved_reason():
-        return f"its sharded decomposition does not serve this call: {unserved_reason()}"
-    return "no sharding rule or decomposition of it serves this call"
+    return unserved_text() or "no sharding rule or decomposition of it serves this call"
 
 
 def _report(call: OpCall, nbytes: int, reason: str) -> None:

@@ -110,8 +110,8 @@ def _attend(
     """
     if compat.is_compiling():
         _guard_equal_sizes(query, key, value, attn_mask)
-        settings = config.attention_strategies()
-        compat.add_guard(lambda _: config.attention_strategies() == settings, "the attention strategy is unchanged")
+        settings = config.attention_settings()
+        compat.add_guard(lambda _: config.attention_settings() == settings, "the attention strategy is unchanged")
     dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
     with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
         return func(query, key, value, attn_mask, *args, **kwargs)

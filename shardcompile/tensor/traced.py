@@ -41,7 +41,7 @@ _UNMARKED = AttributeError("no dim of this tensor is dynamic")
 
 
 def _with_small_sizes(local: Tensor, spec: Spec) -> Tensor:
-    """Returns a local shard whose sizes are 0 or 1 where those of whole dims are.
+    """Returns a local shard whose unsharded dims have the global size where that is 0 or 1.
 
     A global size of 0 or 1 is a number in a trace. In the shard it may still be a formula, such as ``s // 2``, which an
     op would not broadcast.

@@ -97,14 +97,15 @@ def compare(entry: Entry, backend: str | None = None, partitions: int = 5) -> No
         model.zero_grad()
         inputs = _sharded(entry, _full(entry, n), sizes, mesh)
         shards = LargestShards([*inputs, *model.parameters()])
-        with steps_in_double(in_double), shards if backend is None else nullcontext():
+        watched = shards if backend is None else nullcontext()
+        with steps_in_double(in_double), watched:
             got = run(*inputs)
         if backend is not None and sizes == _partitions(entry)[0]:
             _same_layout(model, inputs, got)
         whole = got.full_tensor() if isinstance(got, sc.ShardTensor) else got
         told = f"rank {rank()}, blocks {sizes}"
         _close(whole, out, entry, f"{told}: output")
-        with shards if backend is None else nullcontext():
+        with watched:
             (whole * _weight(whole)).sum().backward()
         assert not shards.found or entry.name in ASKED_FOR, f"{told}: rows pile up, {shards.found}"
         for name, p in model.named_parameters():

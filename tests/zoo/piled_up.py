@@ -29,7 +29,7 @@ ASKED_FOR = {
 
 
 class LargestShards(TorchDispatchMode):
-    """Records, for each op whose result is sharded more unevenly than permitted, the layout of the worst one."""
+    """Records each op that has a result sharded more unevenly than permitted, with the layout of such a result."""
 
     def __init__(self, inputs: Sequence[object]) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ class AttentionCall:
 
 def choose_strategy(call: AttentionCall) -> AttentionStrategy:
     """Returns the strategy that `shardcompile.config.attention` names, or the one with the lowest cost."""
-    settings = config.attention_strategies()
+    settings = config.attention_settings()
     traced = any(x.is_traced for x in call.layouts)
     return (_choose if traced else _choose_cached)(call, settings)
 

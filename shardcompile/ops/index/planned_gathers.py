@@ -105,8 +105,8 @@ def links_of(
         partition.mesh_dims,
         *map(compat.expression_of, (partition.key, partition.size, partition.coarsening, partition.scale)),
     )
-    group, runs = compat.group_name_of(mesh, partition.mesh_dims[0]), compat.expression_of(partition.num_segments)
-    what = ("links", *parts, partition.known_sizes, runs, wraps, group)
+    group, segments = compat.group_name_of(mesh, partition.mesh_dims[0]), compat.expression_of(partition.num_segments)
+    what = ("links", *parts, partition.known_sizes, segments, wraps, group)
 
     def make() -> LocalGatherPlan:
         with compat.unrecorded_symbols(numbers):

@@ -33,9 +33,10 @@ def unserved(reason: str) -> Iterator[None]:
         _UNSERVED.reset(token)
 
 
-def unserved_reason() -> str:
-    """Returns the reason that `unserved` states; empty if there is none."""
-    return _UNSERVED.get()
+def unserved_text() -> str:
+    """Returns the reason that `unserved` states, as part of a message; empty if there is none."""
+    reason = _UNSERVED.get()
+    return reason and f"its sharded decomposition does not serve this call: {reason}"
 
 
 def log_gather(op: OpOverload, nbytes: int, text: str) -> bool:
@@ -65,8 +66,8 @@ def log_replicated(op: OpOverload, plans: Sequence[RedistributionPlan]) -> None:
         nbytes = sum(plans[i].nbytes for i in gathered)
         which = ", ".join(f"input {i}" for i in gathered)
         inputs = inputs_text([p.src for p in plans])
-        reason = unserved_reason() and f"; its sharded decomposition does not serve this call: {unserved_reason()}"
-        text = f"{op} gathers {which}, {nbytes} B: replicated by its cheapest strategy{reason} ({inputs})"
+        why = "; ".join(filter(None, ["replicated by its cheapest strategy", unserved_text()]))
+        text = f"{op} gathers {which}, {nbytes} B: {why} ({inputs})"
         log_gather(op, nbytes, text)
 
 
