@@ -302,7 +302,7 @@ def _partition_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, .
     If they had several, the shard of a result might fit one of them on this rank and another one on another rank.
     """
     found = [c for s in sources for c in s.sharding.partitions if c is not None and c.mesh_dims == mesh_dims]
-    return found[0] if found and all(found[0].same_shards(c) for c in found) else None
+    return found[0] if found and all(found[0].guard_same_shards(c) for c in found) else None
 
 
 @torch.compiler.allow_in_graph

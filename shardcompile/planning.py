@@ -103,14 +103,13 @@ class RedistributionPlan:
             )
 
 
-def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> RedistributionPlan:
+def find_plan(src: Layout, dst: Layout, *, guard_chunk: bool = True) -> RedistributionPlan:
     """Returns the plan from `src` to `dst` that moves the fewest bytes, cached for layouts without symbols.
 
     Args:
         src: the source layout.
         dst: the target layout.
-        ask_chunked: as in `Partition.same_shards`; if False, the plan only estimates a cost, and the search installs no
-            guards.
+        guard_chunk: as in `Partition.guard_same_shards`; False for a plan that only estimates a cost.
 
     Raises:
         RedistributeError: the global shapes, dtypes or meshes differ, or no meaningful sequence of steps exists.
@@ -120,7 +119,7 @@ def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Redistri
     if has_segments(src) or has_segments(dst):
         return _plan_segments(src, dst)
     if src.is_traced or dst.is_traced:
-        return _search(src, dst, ask_chunked)
+        return _search(src, dst, guard_chunk)
     return _search_cached(src, dst)
 
 
@@ -176,9 +175,9 @@ def _search_cached(src: Layout, dst: Layout) -> RedistributionPlan:
 forget_with_world(_search_cached.cache_clear)
 
 
-def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> RedistributionPlan:
+def _search(src: Layout, dst: Layout, guard_chunk: bool = True) -> RedistributionPlan:
     _check_meaningful(src, dst)
-    planner = _Planner(src, dst, ask_chunked)
+    planner = _Planner(src, dst, guard_chunk)
     order = itertools.count()  # breaks ties by order of discovery, which is rank-invariant
     start = planner.start()
     frontier: list[tuple[int, int, int, _State, tuple[Step, ...]]] = [(0, 0, next(order), start, ())]
@@ -223,8 +222,8 @@ _State = tuple[tuple[tuple[int, int], ...], tuple[Placement, ...]]
 class _Planner:
     """The search space between two layouts: states, and the steps that lead from one to another."""
 
-    def __init__(self, src: Layout, dst: Layout, ask_chunked: bool = True) -> None:
-        self.src, self.dst, self._ask_chunked = src, dst, ask_chunked
+    def __init__(self, src: Layout, dst: Layout, guard_chunk: bool = True) -> None:
+        self.src, self.dst, self._ask_chunked = src, dst, guard_chunk
         self._prefixes: dict[tuple[int, int, int], Partition | None] = {}
         self._layouts: dict[_State, Layout] = {}
         self._same_as_target: dict[tuple[int, int], bool] = {}
@@ -254,8 +253,8 @@ class _Planner:
             # A cost estimate needs no local shard size, and reading the coordinate would make the graph depend on the
             # rank.
             place = coordinate(self.src.mesh) if one_is_traced and self._ask_chunked else None
-            self._same_as_target[dim, depth] = now is not None and now.same_shards(
-                target, place, ask_chunked=self._ask_chunked
+            self._same_as_target[dim, depth] = now is not None and now.guard_same_shards(
+                target, place, guard_chunk=self._ask_chunked
             )
         return self._same_as_target[dim, depth]
 

@@ -172,7 +172,7 @@ def run(plan: RedistributionPlan, shards: LocalShards) -> tuple[LocalShards, lis
 
 def same_partitions(a: Layout, b: Layout) -> bool:
     """Whether both divide every dim alike."""
-    return all(x.same_shards(y) if x else y is None for x, y in zip(a.partitions, b.partitions, strict=True))
+    return all(x.guard_same_shards(y) if x else y is None for x, y in zip(a.partitions, b.partitions, strict=True))
 
 
 def _shard_dim(layout: Layout, mesh_dim: int) -> int:

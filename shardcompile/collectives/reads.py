@@ -85,7 +85,7 @@ class Reads:
     def of(dim: int, held: Partition, count: IntLike, window: Window, mesh: DeviceMesh) -> Reads:
         """Returns the reads for `count` rows of the result."""
         w = window
-        same = w.is_aligned and compat.same_symbol(count, held.size)
+        same = w.is_aligned and compat.guard_equal(count, held.size)
         if same and w.before == 0:
             return Reads(dim, held, held, window, shard_size(held, mesh), mesh)
         known, shift = (held, w.shift) if same else _partition_and_shift(held, count, window, mesh)

@@ -40,7 +40,7 @@ def quotient(size: IntLike, part: IntLike) -> IntLike:
     return int(found.node.expr) if isinstance(found, torch.SymInt) and found.node.expr.is_number else found
 
 
-def same_symbol(a: object, b: object) -> bool:
+def guard_equal(a: object, b: object) -> bool:
     """Whether two sizes are equal.
 
     If the values of both are known, their comparison installs a guard. A symbol that gets its value when the graph runs

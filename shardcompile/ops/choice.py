@@ -187,7 +187,7 @@ def _keeps_first_layout(layout: Layout, choice: Choice) -> bool:
     if choice.plans[0].steps or not choice.outputs:
         return not choice.plans[0].steps
     return choice.outputs[0].placements == layout.placements and all(
-        partition is None or partition.same_shards(choice.outputs[0].partitions.get(d))
+        partition is None or partition.guard_same_shards(choice.outputs[0].partitions.get(d))
         for d, partition in enumerate(layout.partitions)
     )
 
@@ -256,7 +256,7 @@ def _with_partitions(
             return None
         partition_by_dim = [partitions.get(d) for d in range(layout.ndim)]
         target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, partition_by_dim)
-        plans.append(find_plan(layout, target, ask_chunked=False))
+        plans.append(find_plan(layout, target, guard_chunk=False))
     outputs = []
     for index in range(len(combination[0].outputs)):
         placements = tuple(s.outputs[index] for s in combination)

@@ -59,7 +59,7 @@ def varlen_attention(
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = [tuple(x.shape) for x in (query, key, value)]
-    same = compat.same_symbol
+    same = compat.guard_equal
     fits = all(len(s) == 3 for s in shapes) and all(
         (
             *(same(s[0], shapes[0][0]) for s in shapes),
@@ -107,7 +107,7 @@ def _attention_layout(query: ShardTensor, key: ShardTensor) -> Layout:
             f"varlen_attention: dim 0 of {current.describe()} is sharded over several mesh dims; redistribute it to "
             f"one first"
         )
-    same_heads = compat.same_symbol(query.shape[1], key.shape[1])
+    same_heads = compat.guard_equal(query.shape[1], key.shape[1])
     kept = [current.partitions[0], current.partitions[1] if same_heads else None, None]
     placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in current.placements]
     return Layout.of(current.mesh, placements, current.shape, current.dtype, kept)

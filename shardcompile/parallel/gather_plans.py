@@ -200,7 +200,7 @@ def _scatter_add(
     mesh_dim, dims = mesh_dim_of_rows(degree, "GatherPlan.scatter_add"), index_layout.ndim
     given = []
     for v in values:
-        if v.ndim < dims or not all(map(compat.same_symbol, v.shape[1:dims], index_layout.shape[1:])):
+        if v.ndim < dims or not all(map(compat.guard_equal, v.shape[1:dims], index_layout.shape[1:])):
             raise LayoutError(
                 f"GatherPlan.scatter_add: there is one value for each entry of the index, "
                 f"{tuple(index_layout.shape)}; got {tuple(v.shape)}"

@@ -182,7 +182,7 @@ def _crop_plain(out: Tensor, x: Tensor, widths: Sequence[tuple[int, int, int]], 
 
 
 def _check_rows(out: Tensor, dim: int, rows: IntLike) -> None:
-    if dim >= out.ndim or not compat.same_symbol(out.shape[dim], rows):
+    if dim >= out.ndim or not compat.guard_equal(out.shape[dim], rows):
         raise LayoutError(
             f"halo_map: the function has returned {tuple(out.shape)}, where along dim {dim} {rows} rows are expected: "
             "as many as those of its arguments, or with crop=False as many as those of the shard"
@@ -222,7 +222,7 @@ def _with_partitions_of(layout: Layout, x: Tensor) -> ShardTensor:
     """Redistributes a tensor to the partitions of a layout, which has the same sizes along all sharded dims."""
     x = on_mesh(x, layout.mesh)
     dims = [d for d, c in enumerate(layout.partitions) if c is not None]
-    if any(d >= x.ndim or not compat.same_symbol(x.shape[d], layout.shape[d]) for d in dims):
+    if any(d >= x.ndim or not compat.guard_equal(x.shape[d], layout.shape[d]) for d in dims):
         raise LayoutError(
             f"halo_map: {x._spec.layout.describe()} does not have the same size along the sharded dims as "
             f"{layout.describe()}"

@@ -102,7 +102,7 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def _check(queries: Tensor, points: Tensor, count: int, radius: float, what: str) -> None:
-    if queries.ndim != 2 or points.ndim != 2 or not compat.same_symbol(queries.shape[1], points.shape[1]):
+    if queries.ndim != 2 or points.ndim != 2 or not compat.guard_equal(queries.shape[1], points.shape[1]):
         raise LayoutError(
             f"{what} takes queries [n, dims] and points [m, dims], got {tuple(queries.shape)} and {tuple(points.shape)}"
         )

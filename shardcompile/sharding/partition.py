@@ -206,7 +206,7 @@ class Partition:
     def indexed_rows_of_size(self, size: IntLike) -> Partition | None:
         """Returns the recorded partition of the indexed rows if they number `size`, else None."""
         rows = self.indexed_rows
-        return rows if rows is not None and compat.same_symbol(rows.size, size) else None
+        return rows if rows is not None and compat.guard_equal(rows.size, size) else None
 
     def flatten_leading(self, count: IntLike) -> Partition:
         """Returns the partition of the dim after a leading dim of size `count` was flattened into it."""
@@ -318,8 +318,8 @@ class Partition:
             partition = partition.coarsen()
         return partition if depth else None
 
-    def same_shards(
-        self, other: Partition | None, coordinate: Sequence[int] | None = None, *, ask_chunked: bool = True
+    def guard_same_shards(
+        self, other: Partition | None, coordinate: Sequence[int] | None = None, *, guard_chunk: bool = True
     ) -> bool:
         """Whether both divide a dim into the same shards on the same ranks.
 
@@ -330,7 +330,7 @@ class Partition:
             other: the other partition.
             coordinate: this rank's mesh coordinate. While tracing, a partition may turn out to equal a static one, such
                 as that of a parameter. Its local shard size is then specialized as well, so that both fit into one op.
-            ask_chunked: whether a trace may install a guard on whether a dynamic partition is torch.chunk's; if not, it
+            guard_chunk: whether a trace may install a guard on whether a dynamic partition is torch.chunk's; if not, it
                 counts as different.
         """
         if self is other:
@@ -343,17 +343,17 @@ class Partition:
             return False
         if self.kind == other.kind == "chunk":
             same_scale = compat.statically_known_true(self.scale == other.scale)
-            return same_scale and compat.same_symbol(self.size, other.size)
+            return same_scale and compat.guard_equal(self.size, other.size)
         if self.coarsening != other.coarsening or not compat.statically_known_true(self.scale == other.scale):
             return False
         static, traced = (self, other) if self.known_sizes is not None else (other, self)
         if "chunk" in (self.kind, other.kind):
             dynamic = other if self.kind == "chunk" else self
-            if not compat.same_symbol(self.size, other.size) or not (ask_chunked and dynamic.guard_chunked()):
+            if not compat.guard_equal(self.size, other.size) or not (guard_chunk and dynamic.guard_chunked()):
                 return False
         elif static.kind == "fixed" and traced.known_sizes is None and isinstance(traced.key, torch.SymInt):
             return False  # a guard would compile one graph for that partition, and another one for all others
-        elif not compat.same_symbol(self.key, other.key):
+        elif not compat.guard_equal(self.key, other.key):
             return False
         if static.known_sizes is not None and coordinate is not None:
             compat.specialise(traced.traced_local_size, static.known_sizes[static.shard_index(coordinate)])

@@ -78,7 +78,7 @@ def sharded_like_rows(x: Tensor, layout: Layout, what: str) -> ShardTensor:
 
 
 def _same(a: IntLike, b: IntLike) -> bool:
-    return compat.same_symbol(a, b)
+    return compat.guard_equal(a, b)
 
 
 def wrapped(local: Tensor, layout: Layout, stride: Sequence[IntLike] | None = None) -> ShardTensor:

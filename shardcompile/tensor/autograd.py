@@ -134,7 +134,7 @@ def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Lay
     wanted = normalize_placements(grad_placements, layout.mesh, layout.ndim)
     result = target_layout(layout, wanted)
     pairs = zip(layout.partitions, result.partitions, strict=True)
-    if not all(a is b or (a is not None and a.same_shards(b)) for a, b in pairs):
+    if not all(a is b or (a is not None and a.guard_same_shards(b)) for a, b in pairs):
         raise LayoutError(
             f"grad_placements {list(wanted)} would give the gradient another local shape than the shard of "
             f"{layout.describe()}; only Replicate and Partial can replace one another"

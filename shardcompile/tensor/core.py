@@ -247,7 +247,7 @@ class ShardTensor(Traced):
             if partition is None:
                 continue
             chunk = Layout.chunked(layout.mesh, layout.placements, layout.shape, layout.dtype).partitions[dim]
-            if not partition.same_shards(chunk):
+            if not partition.guard_same_shards(chunk):
                 raise LayoutError(
                     f"DTensor supports only torch.chunk's partition; dim {dim} of {layout.describe()} has another one. "
                     f"First redistribute(sharding_shapes={{{partition.mesh_dims[-1]}: "

@@ -91,4 +91,4 @@ def _is_plain(a: str, b: str, out: str, tensors: Sequence[Tensor]) -> bool:
     if any(t.ndim != len(s) for t, s in zip(tensors, (a, b), strict=True)) or (set(a) ^ set(b)) - set(out):
         return False
     sizes = ((tensors[0].shape[a.index(c)], tensors[1].shape[b.index(c)]) for c in set(a) & set(b))
-    return all(compat.same_symbol(m, n) for m, n in sizes)
+    return all(compat.guard_equal(m, n) for m, n in sizes)

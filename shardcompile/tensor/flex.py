@@ -89,7 +89,7 @@ def _attention_layout(query: ShardTensor, key: ShardTensor) -> Layout:
             f"flex_attention: rows of {current.describe()} are sharded over several mesh dims; redistribute them to "
             "one first, or use scaled_dot_product_attention or shardcompile.varlen_attention"
         )
-    same = [compat.same_symbol(query.shape[d], key.shape[d]) for d in (_BATCH, _HEADS)]
+    same = [compat.guard_equal(query.shape[d], key.shape[d]) for d in (_BATCH, _HEADS)]
     kept = [current.partitions[0] if same[0] else None, current.partitions[1] if same[1] else None, row_partition, None]
     placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in current.placements]
     return Layout.of(current.mesh, placements, current.shape, current.dtype, kept)

@@ -103,7 +103,7 @@ def _transform(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm
 
 def _resize(x: Tensor, dim: int, size: int) -> Tensor:
     current = x.shape[dim]
-    if compat.same_symbol(current, size):
+    if compat.guard_equal(current, size):
         return x
     if size < current:
         return x.narrow(dim, 0, size)

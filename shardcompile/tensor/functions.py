@@ -132,7 +132,7 @@ def _guard_equal_sizes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     for a, b in pairs:
         constants = [n for n in (a, b) if isinstance(n, int)]
         if len(constants) < 2 and 1 not in constants:  # a size of 1 is broadcast
-            compat.same_symbol(a, b)
+            compat.guard_equal(a, b)
     if query.ndim > 2 and compat.size_hint(key.shape[-3]):
         bool(query.shape[-3] % key.shape[-3] == 0)
 

@@ -143,7 +143,7 @@ def _fits(x: Tensor, mask: Tensor, dim: int) -> bool:
     """Returns whether a mask has the shape of the masked dims; otherwise torch raises the error."""
     if not 0 < mask.ndim <= x.ndim - dim or has_static_sizes(x) or has_static_sizes(mask):
         return False
-    if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape[dim : dim + mask.ndim], strict=True)):
+    if not all(compat.guard_equal(a, b) for a, b in zip(mask.shape, x.shape[dim : dim + mask.ndim], strict=True)):
         return False
     meshes = [t._spec.layout.mesh for t in (x, mask) if isinstance(t, Sharded)]
     return bool(meshes) and meshes[0] == meshes[-1]
@@ -184,7 +184,7 @@ def _put_by_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, ac
 
 def _expanded(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
     """Expands a tensor to a shape; returns the tensor itself if it has that shape."""
-    if x.ndim == len(shape) and all(compat.same_symbol(a, b) for a, b in zip(x.shape, shape, strict=True)):
+    if x.ndim == len(shape) and all(compat.guard_equal(a, b) for a, b in zip(x.shape, shape, strict=True)):
         return x
     return x.expand(shape)  # type: ignore[arg-type]
 

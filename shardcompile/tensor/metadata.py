@@ -151,7 +151,7 @@ def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
             chunked = Partition.chunk(partition.mesh_dims, partition.parts, partition.size // factor).flatten_trailing(
                 factor
             )
-            partitions[dim] = chunked if chunked.same_shards(partition) else partition
+            partitions[dim] = chunked if chunked.guard_same_shards(partition) else partition
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 

@@ -256,7 +256,7 @@ def test_scaled_flattens_trailing_elements_and_unscaled_splits_them_off(factor: 
             assert scaled.local_size(coordinate) == int(partition.local_size(coordinate)) * factor
             assert scaled.offset(coordinate) == partition.offset(coordinate) * factor
         back = scaled.unflatten_trailing(factor)
-        assert back is not None and back.size == partition.size and back.same_shards(partition)
+        assert back is not None and back.size == partition.size and back.guard_same_shards(partition)
         if partition.kind != "chunk":
             assert back == partition
 
@@ -288,7 +288,7 @@ def test_a_chunk_partition_is_scaled() -> None:
     assert flat.unflatten_trailing(3) == partition and flat.coarsen() == Partition.chunk([0], [2], 5).flatten_trailing(
         3
     )
-    assert not flat.same_shards(Partition.chunk([0, 1], [2, 2], 15))
+    assert not flat.guard_same_shards(Partition.chunk([0, 1], [2, 2], 15))
     ref = Partition.chunk([0], [4], 5).flatten_trailing(3).group_ref((0,))
     assert ref.shards(15, 4) == (6, 6, 3, 0) == GroupPartition([], CHUNK_KEY, [1, 0, 3]).shards(15, 4)
 
@@ -298,8 +298,8 @@ def test_a_chunk_partition_of_a_symbolic_size_is_scaled() -> None:
         partition = Partition.chunk([0], [2], x.shape[0])
         flat = partition.flatten_trailing(2)
         assert flat.group_ref((0,)).grouping == [1, 0, 2] and flat.is_traced and partition.unflatten_trailing(2) is None
-        assert flat.unflatten_trailing(2).same_shards(partition)
-        assert not flat.same_shards(Partition.chunk([0], [2], 2 * x.shape[0]))
+        assert flat.unflatten_trailing(2).guard_same_shards(partition)
+        assert not flat.guard_same_shards(Partition.chunk([0], [2], 2 * x.shape[0]))
         return x
 
     make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
@@ -307,12 +307,14 @@ def test_a_chunk_partition_of_a_symbolic_size_is_scaled() -> None:
 
 def test_same_shards() -> None:
     partition = Partition.of_sizes((0, 1), (2, 2), (1, 1, 2, 0))
-    assert partition.same_shards(Partition.of_sizes((0, 1), (2, 2), (1, 1, 2, 0), "fixed"))
-    assert Partition.chunk([0], [2], 5).same_shards(Partition.of_sizes([0], [2], (3, 2)))
-    assert not partition.same_shards(None)
-    assert not partition.same_shards(Partition.of_sizes((1, 0), (2, 2), (1, 1, 2, 0)))
-    assert not partition.same_shards(Partition.of_sizes((0, 1), (2, 2), (1, 1, 0, 2)))
-    assert not Partition.of_sizes((0, 1), (2, 3), range(6)).same_shards(Partition.of_sizes((0, 1), (3, 2), range(6)))
+    assert partition.guard_same_shards(Partition.of_sizes((0, 1), (2, 2), (1, 1, 2, 0), "fixed"))
+    assert Partition.chunk([0], [2], 5).guard_same_shards(Partition.of_sizes([0], [2], (3, 2)))
+    assert not partition.guard_same_shards(None)
+    assert not partition.guard_same_shards(Partition.of_sizes((1, 0), (2, 2), (1, 1, 2, 0)))
+    assert not partition.guard_same_shards(Partition.of_sizes((0, 1), (2, 2), (1, 1, 0, 2)))
+    assert not Partition.of_sizes((0, 1), (2, 3), range(6)).guard_same_shards(
+        Partition.of_sizes((0, 1), (3, 2), range(6))
+    )
 
 
 # Partitions inside a trace
@@ -332,9 +334,9 @@ def test_a_traced_partition_knows_its_own_shard_only() -> None:
 
 def test_same_shards_of_traced_partitions_compares_keys_and_what_was_done_to_them() -> None:
     a, b = (Partition.traced([0], [2], 8, key, 3) for key in (4, 6))
-    assert a.same_shards(Partition.traced([0], [2], 8, 4, 4)) and not a.same_shards(b)
-    assert not a.same_shards(a.flatten_trailing(2))
-    assert a.flatten_trailing(6).same_shards(a.flatten_trailing(3).flatten_trailing(2))
+    assert a.guard_same_shards(Partition.traced([0], [2], 8, 4, 4)) and not a.guard_same_shards(b)
+    assert not a.guard_same_shards(a.flatten_trailing(2))
+    assert a.flatten_trailing(6).guard_same_shards(a.flatten_trailing(3).flatten_trailing(2))
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((4, 4), [2]), ((3, 2), [2]), ((2, 1, 1, 1), [2, 2])])
@@ -343,12 +345,12 @@ def test_a_traced_partition_is_the_chunked_one_if_its_key_says_so(sizes: tuple[i
     chunked, key = Partition.chunk(mesh_dims, parts, size), Partition.of_sizes(mesh_dims, parts, sizes).key
     assert chunked.sizes == sizes and chunked.as_dynamic().key == key and chunked.as_dynamic().sizes == sizes
     traced = Partition.traced(mesh_dims, parts, size, key, 3)
-    assert traced.same_shards(dataclasses.replace(chunked, known_sizes=None)) and dataclasses.replace(
+    assert traced.guard_same_shards(dataclasses.replace(chunked, known_sizes=None)) and dataclasses.replace(
         chunked, known_sizes=None
-    ).same_shards(traced)
-    assert not traced.same_shards(dataclasses.replace(chunked, known_sizes=None).flatten_trailing(2))
+    ).guard_same_shards(traced)
+    assert not traced.guard_same_shards(dataclasses.replace(chunked, known_sizes=None).flatten_trailing(2))
     other = Partition.of_sizes(mesh_dims, parts, (size, *[0] * (len(sizes) - 1)))
-    assert not Partition.traced(mesh_dims, parts, size, other.key, 3).same_shards(
+    assert not Partition.traced(mesh_dims, parts, size, other.key, 3).guard_same_shards(
         dataclasses.replace(chunked, known_sizes=None)
     )
 

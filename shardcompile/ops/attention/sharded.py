@@ -129,7 +129,7 @@ def _ring_attention(strategy: AttentionStrategy, query: Layout, key: Layout, a: 
     if strategy.ring is None:
         return None
     partition = key.partition_of(ROWS)
-    around = not (a.causal and partition.same_shards(query.partitions[ROWS]))
+    around = not (a.causal and partition.guard_same_shards(query.partitions[ROWS]))
     first = first_row(query.partition_of(ROWS), query)
     rows_first = (_has_rows_first(a.key), _has_rows_first(a.value))
     return RingAttention(Ring(partition, key.mesh, around=around), first, a.causal, a.scale, rows_first)

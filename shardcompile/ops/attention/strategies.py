@@ -279,7 +279,7 @@ def _with_cost(
     ranks = mesh.shape[ring]
     shard = _local_bytes(plans[query_index + 1].dst) + _local_bytes(plans[query_index + 2].dst)
     times = 2 if call.backward else 1  # shards are sent around, and their gradients back
-    skips_later = call.causal and call.key.partition_of(ROWS).same_shards(call.query.partitions[ROWS])
+    skips_later = call.causal and call.key.partition_of(ROWS).guard_same_shards(call.query.partitions[ROWS])
     sent = times * shard * mesh.size() * (ranks - 1) // (2 if skips_later else 1)
     transfer = _collective_seconds(mesh, ring, sent / max(ranks - 1, 1))
     step = device.compute_seconds(work / ranks, 0, dtype)

@@ -52,7 +52,9 @@ def _same_shards(a: Layout, b: Layout) -> bool:
     if a.mesh != b.mesh or a.placements != b.placements or len(a.shape) != len(b.shape):
         return False
     partitions, coordinate = zip(a.partitions, b.partitions, strict=True), compat.coordinate(a.mesh)
-    return all(c is d or (c is not None and d is not None and c.same_shards(d, coordinate)) for c, d in partitions)
+    return all(
+        c is d or (c is not None and d is not None and c.guard_same_shards(d, coordinate)) for c, d in partitions
+    )
 
 
 def _lists(args: Sequence[object]) -> list[Sequence[Tensor]]:

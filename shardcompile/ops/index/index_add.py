@@ -213,7 +213,7 @@ def _shard_like_index(values: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
-    return all(compat.same_symbol(m, n) for m, n in zip(a, b, strict=True))
+    return all(compat.guard_equal(m, n) for m, n in zip(a, b, strict=True))
 
 
 def _misfit(x: Tensor, index: Tensor, source: Tensor) -> str:

@@ -249,7 +249,7 @@ def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | Non
         is_one = isinstance(size, int) and size == 1
         if layout.partitions[d] is not None or not (is_one or (isinstance(stride, int) and stride == 0)):
             return None
-        if (isinstance(size, int) and size == 0) or not compat.same_symbol(size, like[d]):
+        if (isinstance(size, int) and size == 0) or not compat.guard_equal(size, like[d]):
             return None
     shard = index._local_tensor
     for d in reversed(others):
@@ -312,7 +312,7 @@ def _align_entries(source: Tensor, dim: int, index: Tensor) -> Tensor:
     if (
         partition is None
         or entries is None
-        or partition.same_shards(entries)
+        or partition.guard_same_shards(entries)
         or partition.mesh_dims != entries.mesh_dims
     ):
         return source

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardcompile.compat import OpOverload, same_symbol
+from shardcompile.compat import OpOverload, guard_equal
 from shardcompile.ops.registry import Strategies, register
 from shardcompile.ops.strategy import OpCall, Strategy, along
 
@@ -32,7 +32,7 @@ def batched(dims: Sequence[int], missing: Missing = lambda call: ()) -> Strategi
             return []  # all ranks have to raise, so each needs all matrices
         batch_shapes = [t.shape[: t.ndim - n] if n or t.ndim else None for t, n in zip(call.tensors, dims, strict=True)]
         batches = [b for b in batch_shapes if b is not None]
-        if len({len(b) for b in batches}) > 1 or not all(all(map(same_symbol, b, batches[0])) for b in batches):
+        if len({len(b) for b in batches}) > 1 or not all(all(map(guard_equal, b, batches[0])) for b in batches):
             return []
         absent = missing(call)
         outputs = range(len(call.op._schema.returns))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.compat import OpOverload, global_sizes, retrace, same_symbol
+from shardcompile.compat import OpOverload, global_sizes, retrace, guard_equal
 from shardcompile.ops import NotServed, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
@@ -60,7 +60,7 @@ def _shards_only_batch(layout: Layout, batch: int) -> bool:
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(same_symbol, a, b))
+    return len(a) == len(b) and all(map(guard_equal, a, b))
 
 
 def _shard_like(like: Layout, batch: int, shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:

@@ -29,7 +29,7 @@ def _set(x: Sharded, source: Tensor) -> Tensor:
 
 def _resize(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_format | None = None) -> Tensor:
     """``x.resize_(size)`` to no more elements than `x` has: a view of the first ones."""
-    if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
+    if len(size) == x.ndim and all(compat.guard_equal(a, b) for a, b in zip(size, x.shape, strict=True)):
         return x  # torch leaves the strides as well
     fits = compat.guard_or_false(math.prod(size) <= x.numel())
     if not fits or memory_format not in (None, torch.contiguous_format):

@@ -60,7 +60,7 @@ def match_dims(src: Sequence[IntLike], dst: Sequence[IntLike]) -> list[tuple[lis
 
 
 def _same(a: IntLike, b: IntLike) -> bool:
-    return compat.same_symbol(a, b)
+    return compat.guard_equal(a, b)
 
 
 def _smaller(a: IntLike, b: IntLike) -> bool:

@@ -221,7 +221,7 @@ def _scatter_into(removed: bool) -> Any:
         target, source = call.tensors
         dim = call.arg(2, "dim", 0) % max(target.ndim, 1)
         others = [(d, d - (removed and d > dim)) for d in range(target.ndim) if d != dim]
-        same = (compat.same_symbol(target.shape[d], source.shape[e]) for d, e in others)
+        same = (compat.guard_equal(target.shape[d], source.shape[e]) for d, e in others)
         if source.ndim == target.ndim - removed and all(same):
             yield from (along([d, e], [d]) for d, e in others)
             yield from (partial([op] * 2, [op]) for op in REDUCE_OPS)
@@ -320,7 +320,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
             continue  # nothing to decide
         at = dim if same_ndim else 0
         was_gathered = partition.indexed_rows is not None and (same_ndim or len(shape) == 1)
-        if (same_ndim or was_gathered) and compat.same_symbol(src[dim], shape[at]):
+        if (same_ndim or was_gathered) and compat.guard_equal(src[dim], shape[at]):
             yield along([dim], [at])
         elif was_gathered and partition.indexed_rows_of_size(shape[at]) is not None:
             yield along([dim], [at], on_partition=lambda partition: partition.indexed_rows)

@@ -44,7 +44,7 @@ def _offset_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
         return 0
     # A sharded tensor does not record where in a storage it starts.
     base = x._base if x._is_view() else None
-    if x.is_inference() or (base is not None and not compat.same_symbol(base.numel(), x.numel())):
+    if x.is_inference() or (base is not None and not compat.guard_equal(base.numel(), x.numel())):
         raise UnsupportedOpError(
             f"as_strided with an offset in the storage that {x!r} is a view of; leave out storage_offset, which is "
             "then that of the view, or take as_strided of the tensor that was viewed"
@@ -55,7 +55,7 @@ def _offset_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
 def _as_views(x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike]) -> Tensor | None:
     """Returns the first rows of dims of `x`, permuted; None if that is not what the sizes and strides ask for."""
     # A trace must not specialise a sharded size on the int that it is compared with.
-    same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.statically_known_true(a == b)
+    same = compat.guard_equal if x._spec.is_plain else lambda a, b: compat.statically_known_true(a == b)
     remaining = list(range(x.ndim))
     kept: list[int] = []
     for n, s in zip(size, stride, strict=True):
