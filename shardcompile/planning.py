@@ -13,14 +13,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, TypeVar
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.compat import coordinate, forget_with_world, size_hint, statically_known_true
+from shardcompile.compat import coordinate, size_hint, statically_known_true
 from shardcompile.errors import RedistributeError
-from shardcompile.sharding import IntLike, Layout, Partition, Unflattened, has_segments
+from shardcompile.sharding import IntLike, Layout, Partition, Unflattened, cached_for_layouts, has_segments
 
 _T = TypeVar("_T")
 StepKind = Literal[
@@ -167,14 +166,6 @@ def _exchange_segments(src: Layout, dst: Layout) -> RedistributionPlan | None:
     return RedistributionPlan(src, intermediate, (Step("regroup_rows", mesh_dim, src, intermediate, nbytes),))
 
 
-@lru_cache(maxsize=1 << 14)
-def _search_cached(src: Layout, dst: Layout) -> RedistributionPlan:
-    return _search(src, dst)
-
-
-forget_with_world(_search_cached.cache_clear)
-
-
 def _search(src: Layout, dst: Layout, guard_chunk: bool = True) -> RedistributionPlan:
     _check_meaningful(src, dst)
     planner = _Planner(src, dst, guard_chunk)
@@ -193,6 +184,9 @@ def _search(src: Layout, dst: Layout, guard_chunk: bool = True) -> Redistributio
             cost = (nbytes + step.nbytes, rounds + (step.kind != "take_shard"), next(order))
             heapq.heappush(frontier, (*cost, after, (*steps, step)))
     raise RedistributeError(f"no sequence of steps leads from {src.describe()} to {dst.describe()}")
+
+
+_search_cached = cached_for_layouts(_search)
 
 
 def _check_meaningful(src: Layout, dst: Layout) -> None:

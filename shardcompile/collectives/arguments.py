@@ -19,7 +19,7 @@ from shardcompile.sharding import (
     write_partition,
     write_partitions,
 )
-from shardcompile.sharding.arguments import PARTITION_WIDTH, PARTITIONS_WIDTH, partition_schema, partitions_schema
+from shardcompile.sharding.codec import PARTITION_WIDTH, PARTITIONS_WIDTH, partition_schema, partitions_schema
 
 A = TypeVar("A", bound="tuple[Any, ...]")
 """The type of an op's arguments: a `NamedTuple`."""

@@ -5,7 +5,7 @@ The passes replace single collectives by these. Each rank packs its shards one a
 result is flat and holds the results of the members one after the other, each with the sharded dim first. All-gathers of
 several dtypes are gathered as bytes. There are no gradients, since passes run after autograd has been traced.
 
-The partitions of all members are one list, see `shardcompile.sharding.arguments`.
+The partitions of all members are one list, see `shardcompile.sharding.codec`.
 """
 
 from __future__ import annotations

@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.sharding import DERIVATIONS, IntLike, Layout, Partition, sizes_of_key
-
-_SIZES, _KEY, _CHUNK, _REPLICATED = range(4)
-"""Tags of the encoding of a partition as ints: all shard sizes, the key of a dynamic partition, a size that torch.chunk
-divides, or the size of a replicated dim."""
+from shardcompile.sharding import DERIVATIONS, IntLike, Layout, Partition, read_sizes, write_sizes
 
 
 def derive(
@@ -52,16 +48,17 @@ def derive(
         )
         is_static = all(c.kind == "fixed" for c in partitions if isinstance(c, Partition)) or compat.is_compiling()
         partition = Partition.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if is_static else "dynamic")
-        return _with_origin(like, partition), rows[partition.shard_index(compat.coordinate(mesh) or ())]
+        return _chosen_like(like, partition), rows[partition.shard_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
-    code = [n for c in partitions for n in _code(c)]
+    code = [n for c in partitions for n in write_sizes(c)]
     key, shard, row = _symbols(how, list(numbers), code, list(like.parts), groups, size)
-    return _with_origin(like, Partition.traced(like.mesh_dims, like.parts, size, key, shard)), row
+    return _chosen_like(like, Partition.traced(like.mesh_dims, like.parts, size, key, shard)), row
 
 
-def _with_origin(like: Partition, partition: Partition) -> Partition:
+def _chosen_like(like: Partition, partition: Partition) -> Partition:
     """Copies to a derived partition what `like` records about why it was chosen."""
-    return replace(partition, moved_from=like.moved_from, provisional=like.provisional)
+    before = like.provenance
+    return partition.with_provenance(moved_from=before.moved_from, provisional=before.provisional)
 
 
 def derive_spread(
@@ -75,7 +72,7 @@ def derive_spread(
         The partition, and the index of the first row of the local shard.
     """
     found, row = derive("spread", [partition], [begin, step, size], size, mesh)
-    return (replace(found, unpadded=(partition, begin)) if step == 1 else found), row
+    return (found.with_provenance(unpadded=(partition, begin)) if step == 1 else found), row
 
 
 def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
@@ -84,13 +81,13 @@ def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
     If an input is identically sharded, it is the symbol of that input: the compiler could not know that another symbol
     is equal to it.
     """
-    if partition.traced_local_size is not None or partition.known_sizes is not None:
+    if partition.trace.local_size is not None or partition.known_sizes is not None:
         return partition.local_size(compat.coordinate(mesh) or ())
     if partition.kind == "chunk":
         for of_input in compat.inputs_noted(_name(partition, mesh)):
             if of_input.kind == "chunk" or of_input.guard_chunked():
-                return compat.retrace([of_input.traced_local_size])[0]  # type: ignore[no-any-return]
-    shard = derive("located", [replace(partition, num_segments=1)], [], partition.size, mesh)[0].traced_local_size
+                return compat.retrace([of_input.trace.local_size])[0]  # type: ignore[no-any-return]
+    shard = derive("located", [replace(partition, num_segments=1)], [], partition.size, mesh)[0].trace.local_size
     if shard is None:  # the shards of a dim without rows are static
         return 0
     return shard
@@ -108,40 +105,14 @@ def note_partition(partition: Partition, mesh: DeviceMesh) -> None:
 
     A gradient is not registered if the trace itself has made its shard size: the forward graph comes before it.
     """
-    if isinstance(partition.traced_local_size, torch.SymInt) and not compat.is_unbacked(partition.traced_local_size):
-        compat.note_input(_name(partition, mesh), partition.traced_local_size, partition)
+    if isinstance(partition.trace.local_size, torch.SymInt) and not compat.is_unbacked(partition.trace.local_size):
+        compat.note_input(_name(partition, mesh), partition.trace.local_size, partition)
 
 
 def _name(partition: Partition, mesh: DeviceMesh) -> tuple[Any, ...]:
     """Returns the key under which partitions that may be equal are registered."""
     groups = tuple(compat.group_name_of(mesh, m) for m in partition.mesh_dims)
-    return groups, compat.expression_of(partition.size), compat.expression_of(partition.scale)
-
-
-def _code(partition: Partition | IntLike) -> list[IntLike]:
-    if not isinstance(partition, Partition):
-        return [_REPLICATED, partition]
-    if partition.kind == "chunk":
-        return [_CHUNK, partition.size, partition.scale]
-    if partition.kind == "dynamic" and partition.known_sizes is None:
-        return [_KEY, partition.key, partition.coarsening, partition.scale]
-    return [_SIZES, len(partition.sizes), *partition.sizes]
-
-
-def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
-    partitions: list[tuple[int, ...]] = []
-    rest = iter(code)
-    for kind in rest:
-        if kind == _REPLICATED:
-            partitions.append((next(rest),))
-        elif kind == _CHUNK:
-            size, scale = next(rest), next(rest)
-            partitions.append(Partition.chunk(range(len(parts)), parts, size // scale).flatten_trailing(scale).sizes)
-        elif kind == _SIZES:
-            partitions.append(tuple(next(rest) for _ in range(next(rest))))
-        else:
-            partitions.append(sizes_of_key(next(rest), next(rest), next(rest)))
-    return partitions
+    return groups, compat.expression_of(partition.size), compat.expression_of(partition.trace.scale)
 
 
 def _symbols(
@@ -166,12 +137,12 @@ def _derive_partition(
     how: str, numbers: list[int], partitions: list[int], parts: list[int], group_names: str
 ) -> Tensor:
     """Returns key of the derived partition, local shard size and row index: [3], int64, on the CPU."""
-    sizes, rows = DERIVATIONS[how](_decode(partitions, parts), *numbers)
+    sizes, rows = DERIVATIONS[how](read_sizes(partitions, parts), *numbers)
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):
         index = index * count + compat.process_group(name).rank()
     partition = Partition.of_sizes(range(len(parts)), parts, sizes)
-    return torch.tensor([partition.key, sizes[index], rows[index]])
+    return torch.tensor([partition.trace.key, sizes[index], rows[index]])
 
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")

@@ -22,7 +22,7 @@ from shardcompile.collectives.traffic import even_exchange, of_any_rows
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import LayoutError
 from shardcompile.sharding import GroupPartition, IntLike, Partition, write_partition
-from shardcompile.sharding.arguments import partition_schema
+from shardcompile.sharding.codec import partition_schema
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]

@@ -27,7 +27,7 @@ from shardcompile.collectives.routes import (
     partition_of_sizes,
 )
 from shardcompile.sharding import GroupPartition, IntLike, Partition, write_partition
-from shardcompile.sharding.arguments import partition_schema
+from shardcompile.sharding.codec import partition_schema
 
 Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
 """The reduction of values with the same index, as in ``torch.scatter_reduce``; any: one of the values is kept."""

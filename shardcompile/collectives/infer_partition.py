@@ -97,7 +97,7 @@ def _state(a: StatePartition) -> Tensor:
 def _size_and_key(sizes: list[int]) -> Tensor:
     """Returns size and key on the CPU, where they are read without a device synchronization."""
     partition = Partition.of_sizes([0], [len(sizes)], sizes)
-    return torch.tensor([partition.size, partition.key], device="cpu")
+    return torch.tensor([partition.size, partition.trace.key], device="cpu")
 
 
 def _fake(a: GatherPartition | StatePartition) -> Tensor:

@@ -54,8 +54,9 @@ def _partition_and_shift(
     None if the windows determine it.
     """
     if (window.num, window.den) == (1, 1):
-        if held.unpadded is not None and compat.statically_known_true(count == held.unpadded[0].size):
-            return held.unpadded
+        unpadded = held.provenance.unpadded
+        if unpadded is not None and compat.statically_known_true(count == unpadded[0].size):
+            return unpadded
         if window.shift == 0 and compat.statically_known_true(count > held.size):
             return derive_spread(held, 0, 1, count, mesh)[0], 0
     return None, window.shift

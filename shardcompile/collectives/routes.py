@@ -36,7 +36,7 @@ from shardcompile.collectives.traffic import (
 from shardcompile.diagnosis import Call, enter
 from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
 from shardcompile.sharding import GroupPartition, IntLike, Partition, digest_of, write_partition
-from shardcompile.sharding.arguments import partition_schema
+from shardcompile.sharding.codec import partition_schema
 
 _NOMINAL_ROWS = 64
 
@@ -243,7 +243,7 @@ def _checked_partition(
 def _partition_of_sizes(sizes: Tensor, parts: list[int], dim_size: int, shard: int, group_names: str) -> Tensor:
     """Returns global size, key and local shard size: [3], int64, on the CPU."""
     partition, size = _checked_partition(sizes, range(len(parts)), parts, dim_size, shard, group_names)
-    return torch.tensor([partition.size, partition.key, size], device="cpu")
+    return torch.tensor([partition.size, partition.trace.key, size], device="cpu")
 
 
 def _shard_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:

@@ -142,7 +142,7 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
         if (
             partition is not None
             and partition.is_traced
-            and compat.is_specialised(partition.traced_local_size)
+            and compat.is_specialised(partition.trace.local_size)
             and not _is_settled(partition)
         ):
             raise UnsupportedOpError(
@@ -154,8 +154,9 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
 
 def _is_settled(partition: Partition) -> bool:
     """Whether guards of the trace have established that a partition equals a static one."""
-    return compat.is_settled(partition.traced_local_size) or (
-        partition.kind == "dynamic" and (isinstance(partition.key, int) or compat.is_specialised(partition.key))
+    trace = partition.trace
+    return compat.is_settled(trace.local_size) or (
+        partition.kind == "dynamic" and (isinstance(trace.key, int) or compat.is_specialised(trace.key))
     )
 
 

@@ -229,7 +229,7 @@ def _partition_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims:
     if strategy.other_partition is not None:
         options += [c for c in map(strategy.other_partition, options) if c is not None]
     if options:  # the first of equally cheap ones is chosen; a flattened dim precedes, as it may be unflattened again
-        return sorted(options, key=lambda c: (c.provisional, c.indexed_rows is None, is_one(c.num_segments)))
+        return sorted(options, key=_preference)
     chunked = Partition.chunk(mesh_dims, parts, size)
     if size_hint(size) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
         return []
@@ -240,9 +240,15 @@ def _partition_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims:
     return [chunked]
 
 
+def _preference(partition: Partition) -> tuple[bool, bool, bool]:
+    """The sort key of equally cheap partitions: a smaller one is preferred."""
+    provenance = partition.provenance
+    return provenance.provisional, provenance.indexed_rows is None, is_one(partition.num_segments)
+
+
 def _is_traced(layout: Layout) -> bool:
     symbolic = any(not isinstance(size, int) for size in layout.shape)
-    return symbolic or any(c is not None and c.traced_local_size is not None for c in layout.partitions)
+    return symbolic or any(c is not None and c.trace.local_size is not None for c in layout.partitions)
 
 
 def _with_partitions(

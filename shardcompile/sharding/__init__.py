@@ -1,14 +1,22 @@
 """Layouts: pure, rank-invariant descriptions of how a tensor is sharded over a mesh."""
 
-from shardcompile.sharding.arguments import read_partition as read_partition
-from shardcompile.sharding.arguments import read_partitions as read_partitions
-from shardcompile.sharding.arguments import write_partition as write_partition
-from shardcompile.sharding.arguments import write_partitions as write_partitions
+from shardcompile.sharding.codec import PlainPartition as PlainPartition
+from shardcompile.sharding.codec import StaticPart as StaticPart
+from shardcompile.sharding.codec import read_partition as read_partition
+from shardcompile.sharding.codec import read_partitions as read_partitions
+from shardcompile.sharding.codec import read_plain as read_plain
+from shardcompile.sharding.codec import read_sizes as read_sizes
+from shardcompile.sharding.codec import trace_key as trace_key
+from shardcompile.sharding.codec import write_partition as write_partition
+from shardcompile.sharding.codec import write_partitions as write_partitions
+from shardcompile.sharding.codec import write_plain as write_plain
+from shardcompile.sharding.codec import write_sizes as write_sizes
 from shardcompile.sharding.derived import DERIVATIONS as DERIVATIONS
 from shardcompile.sharding.dtypes import QUANTIZED as QUANTIZED
 from shardcompile.sharding.dtypes import carrier_of as carrier_of
 from shardcompile.sharding.dtypes import is_ordinary as is_ordinary
 from shardcompile.sharding.layout import Layout as Layout
+from shardcompile.sharding.layout import cached_for_layouts as cached_for_layouts
 from shardcompile.sharding.layout import normalize_placements as normalize_placements
 from shardcompile.sharding.layout import short_dtype as short_dtype
 from shardcompile.sharding.mesh import Mesh as Mesh

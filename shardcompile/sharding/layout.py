@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -20,16 +21,20 @@ REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 """Reductions that a `Partial` placement may name."""
 
 _PARTS = ("mesh", "placements", "shape", "dtype", "partitions")
-_INTERNED: dict[Layout, Layout] = {}
-_INTERNED_LIMIT = 1 << 16
+_INTERNED: dict[tuple[Any, ...], Layout] = {}
+_CACHE_LIMIT = 1 << 16
 forget_with_world(_INTERNED.clear)
+
+R = TypeVar("R")
 
 
 class Layout:
     """Mesh, placements, global shape, dtype and the partition of every sharded dim.
 
-    A layout is immutable, hashable and picklable. The rank is a parameter of its queries, never part of it. While
-    tracing, the shape and the partitions may hold symbols; such a layout compares by identity.
+    A layout is immutable, hashable and picklable. The rank is a parameter of its queries, never part of it. Layouts are
+    equal if `describe` says the same of them on the same mesh: how a graph refers to the shard sizes, and where a
+    partition comes from, play no part. While tracing, the shape and the partitions may hold symbols; such a layout
+    equals only itself.
 
     Attributes:
         mesh: the device mesh.
@@ -38,9 +43,21 @@ class Layout:
         dtype: the dtype.
         partitions: for each tensor dim its `Partition`, or None if the dim is not sharded.
         is_traced: whether the layout holds symbols.
+        identity: all that the layout holds, hashable and comparable: the key of caches of what depends on more than
+            `==` compares; None if the layout holds symbols.
     """
 
-    __slots__ = ("__weakref__", "_epoch", "_hash", "dtype", "is_traced", "mesh", "partitions", "placements", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_epoch",
+        "dtype",
+        "identity",
+        "is_traced",
+        "mesh",
+        "partitions",
+        "placements",
+        "shape",
+    )
 
     mesh: Any
     placements: tuple[Placement, ...]
@@ -48,8 +65,8 @@ class Layout:
     dtype: torch.dtype
     partitions: tuple[Partition | None, ...]
     is_traced: bool
+    identity: tuple[Any, ...] | None
     _epoch: int
-    _hash: int
 
     def __init__(
         self,
@@ -66,8 +83,10 @@ class Layout:
         for name, value in zip(_PARTS, parts, strict=True):
             fix(self, name, value)
         fix(self, "is_traced", traced)
-        fix(self, "_epoch", world_epoch())
-        fix(self, "_hash", object.__hash__(self) if traced else hash(parts))
+        epoch = world_epoch()
+        fix(self, "_epoch", epoch)
+        identity = None if traced else (*parts[:4], tuple([p and p.identity for p in parts[4]]), epoch)
+        fix(self, "identity", identity)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"layouts cannot be changed, they are shared: {name}")
@@ -83,13 +102,13 @@ class Layout:
         dtype: torch.dtype,
         partitions: Sequence[Partition | None],
     ) -> Layout:
-        """Returns the interned layout with these parts: equal layouts are normally the same object."""
+        """Returns the interned layout with these parts: layouts of one `identity` are normally the same object."""
         layout = Layout(mesh, placements, shape, dtype, partitions)
-        if layout.is_traced:
+        if layout.identity is None:
             return layout
-        if len(_INTERNED) >= _INTERNED_LIMIT:
+        if len(_INTERNED) >= _CACHE_LIMIT:
             _INTERNED.clear()
-        return _INTERNED.setdefault(layout, layout)
+        return _INTERNED.setdefault(layout.identity, layout)
 
     @staticmethod
     def of_partitions(
@@ -129,7 +148,7 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout) or self.is_traced or other.is_traced or self._hash != other._hash:
+        if not isinstance(other, Layout) or self.is_traced or other.is_traced:
             return False
         return (
             self.shape == other.shape
@@ -141,7 +160,9 @@ class Layout:
         )
 
     def __hash__(self) -> int:
-        return self._hash
+        if self.is_traced:
+            return object.__hash__(self)
+        return hash((self.mesh, self.placements, self.shape, self.dtype, self.partitions))
 
     def __reduce__(self) -> tuple[object, ...]:
         return Layout.of, (self.mesh, self.placements, self.shape, self.dtype, self.partitions)
@@ -271,6 +292,27 @@ class Layout:
         names = self.mesh.mesh_dim_names or tuple(map(str, range(len(self.placements))))
         parts = (f"{n}: {self._describe_mesh_dim(m)}" for m, n in enumerate(names))
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}] {', '.join(parts)}"
+
+
+def cached_for_layouts(function: Callable[..., R]) -> Callable[..., R]:
+    """Caches a function of layouts without symbols and of other hashable arguments.
+
+    Interned layouts are compared as objects: a result may depend on more of them than `==` compares.
+    """
+    results: dict[tuple[Any, ...], tuple[tuple[Any, ...], R]] = {}
+    forget_with_world(results.clear)
+
+    @functools.wraps(function)
+    def cached(*args: Any) -> R:
+        key = tuple([id(a) if type(a) is Layout else a for a in args])
+        entry = results.get(key)
+        if entry is None:
+            if len(results) >= _CACHE_LIMIT:
+                results.clear()
+            entry = results[key] = (args, function(*args))  # it keeps the layouts alive, so that ids stay unique
+        return entry[1]
+
+    return cached
 
 
 def short_dtype(dtype: torch.dtype) -> str:

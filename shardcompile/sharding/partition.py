@@ -1,11 +1,17 @@
 """`Partition`: how one tensor dim is divided into shards over one or several mesh dims.
 
-A partition is rank-invariant: it holds the sizes of *all* shards. There are three kinds, which differ while tracing:
+A partition is rank-invariant: it holds the sizes of *all* shards. It has three parts:
 
-* ``chunk``: the shard sizes follow from the global size as in `torch.chunk`, times `scale`. No sizes are stored, and
-  the global size may be symbolic.
+* its value: the mesh dims, and the shard sizes in each segment. Partitions with equal values are equal;
+* its `TraceState`: how a graph refers to these sizes;
+* its `Provenance`: what it was derived from, and why it was chosen.
+
+There are three kinds, which differ while tracing:
+
+* ``chunk``: the shard sizes follow from the global size as in `torch.chunk`, times `TraceState.scale`. The global size
+  may be symbolic.
 * ``fixed``: the shard sizes are static ints, on which a compiled graph is specialised.
-* ``dynamic``: the shard sizes are run-time data. In eager mode they are ints; while tracing only their `key`, a symbol,
+* ``dynamic``: the shard sizes are run-time data. In eager mode they are ints; while tracing only their key, a symbol,
   is known.
 """
 
@@ -21,6 +27,7 @@ import torch
 from shardcompile import compat
 from shardcompile.compat import is_one
 from shardcompile.errors import LayoutError
+from shardcompile.sharding.provenance import NO_PROVENANCE, Provenance
 from shardcompile.sharding.sizes import (
     CHUNK_KEY,
     GroupPartition,
@@ -35,8 +42,36 @@ Kind = Literal["chunk", "fixed", "dynamic"]
 
 
 @dataclass(frozen=True)
+class TraceState:
+    """How a graph refers to the shard sizes of a partition.
+
+    Attributes:
+        key: an integer that identifies shard sizes inside a graph; `CHUNK_KEY` for a chunk partition.
+        coarsening: the number of adjacent shards of `key` that form one shard of the partition.
+        scale: the number of elements of the dim per element of `key`'s sizes; more than 1 if trailing dims were
+            flattened into the dim. While tracing it may be symbolic, like the sizes of those dims.
+        local_size: while tracing, the size of this rank's local shard, if the trace has a symbol for it.
+        carrier: while tracing, the tensor whose shape carries the key into the graph; ignored by comparisons.
+    """
+
+    key: IntLike = CHUNK_KEY
+    coarsening: int = 1
+    scale: IntLike = 1
+    local_size: IntLike | None = None
+    carrier: object = field(default=None, compare=False, repr=False)
+
+
+CHUNKED = TraceState()
+"""The state of a chunk partition: a graph computes the shard sizes from the global size."""
+
+
+@dataclass(frozen=True, eq=False)
 class Partition:
     """How one tensor dim is divided into shards over mesh dims.
+
+    Two partitions are equal if they divide the dim into the same shards over the same mesh dims. Kind, trace state and
+    provenance play no part in that. A partition whose sizes are symbols equals only itself, so that a comparison
+    installs no guard; `guard_same_shards` compares these.
 
     Attributes:
         kind: ``chunk``, ``fixed`` or ``dynamic``.
@@ -44,22 +79,10 @@ class Partition:
         parts: the sizes of those mesh dims.
         size: the global size of the tensor dim.
         known_sizes: all shard sizes, the outermost mesh dim varying slowest; None if they are unknown while tracing.
-        key: an integer that identifies the shard sizes inside a graph; `CHUNK_KEY` for a chunk partition.
-        traced_local_size: while tracing, the size of this rank's local shard, if the trace has a symbol for it.
-        coarsening: the number of adjacent shards of `key` that form one shard of this partition.
-        scale: the number of elements of this dim per element of `key`'s sizes; more than 1 if trailing dims were
-            flattened into the dim. While tracing it may be symbolic, like the sizes of those dims.
-        carrier: while tracing, the tensor whose shape carries the key into the graph; ignored by comparisons.
-        origin: for the partition of a slice: the partition of the sliced dim, the first row and the step, from which
-            the gradient's partition is derived.
-        unpadded: for a dim that was padded: the partition of the unpadded dim, and the row at which it begins.
-        provisional: whether an op chose the partition in place of the one it was given. Any other partition is
-            preferred.
-        moved_from: for a dim that was sharded in place of another one: the partition that the other dim had.
-        indexed_rows: for row indices, and for the rows gathered by them: the partition of the rows that are indexed. A
-            result of `index_add` over as many rows takes it over.
         num_segments: the number of equal segments of the dim, each divided in the same way; more than 1 if leading dims
             were flattened into the dim. While tracing it may be symbolic.
+        trace: how a graph refers to the shard sizes.
+        provenance: what the partition was derived from, and why it was chosen.
     """
 
     kind: Kind
@@ -67,23 +90,15 @@ class Partition:
     parts: tuple[int, ...]
     size: IntLike
     known_sizes: tuple[int, ...] | None
-    key: IntLike
-    traced_local_size: IntLike | None = None
-    coarsening: int = 1
-    scale: IntLike = 1
-    carrier: object = field(default=None, compare=False, repr=False)
-    origin: tuple[Partition, IntLike, int] | None = field(default=None, repr=False)
-    unpadded: tuple[Partition, IntLike] | None = field(default=None, repr=False)
-    provisional: bool = field(default=False, repr=False)
-    moved_from: Partition | None = field(default=None, repr=False)
-    indexed_rows: Partition | None = field(default=None, repr=False)
     num_segments: IntLike = 1
+    trace: TraceState = CHUNKED
+    provenance: Provenance = field(default=NO_PROVENANCE, repr=False)
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], size: IntLike) -> Partition:
         """Returns the partition that `torch.chunk` gives, applied to each mesh dim in turn."""
         shards = nested_chunk_sizes(size, parts) if isinstance(size, int) else None
-        return Partition("chunk", tuple(mesh_dims), tuple(parts), size, shards, CHUNK_KEY)
+        return Partition("chunk", tuple(mesh_dims), tuple(parts), size, shards)
 
     @staticmethod
     def of_sizes(
@@ -103,14 +118,36 @@ class Partition:
             )
         if any(b < 0 for b in shards):
             raise LayoutError(f"shard sizes must not be negative, got {shards}")
-        return Partition(kind, tuple(mesh_dims), tuple(parts), sum(shards), shards, key_of(shards, parts))
+        trace = TraceState(key_of(shards, parts))
+        return Partition(kind, tuple(mesh_dims), tuple(parts), sum(shards), shards, trace=trace)
 
     @staticmethod
     def traced(
-        mesh_dims: Sequence[int], parts: Sequence[int], size: IntLike, key: IntLike, shard: IntLike
+        mesh_dims: Sequence[int], parts: Sequence[int], size: IntLike, key: IntLike, local_size: IntLike
     ) -> Partition:
         """Returns a dynamic partition of a trace, in which only the symbols of its sizes are known."""
-        return Partition("dynamic", tuple(mesh_dims), tuple(parts), size, None, key, shard)
+        trace = TraceState(key, local_size=local_size)
+        return Partition("dynamic", tuple(mesh_dims), tuple(parts), size, None, trace=trace)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Partition) or self.is_traced or other.is_traced:
+            return False
+        return self.value == other.value
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self.is_traced else hash(self.value)
+
+    @property
+    def value(self) -> tuple[Any, ...]:
+        """Mesh dims, their sizes, the shard sizes and the number of segments: what `==` compares."""
+        return self.mesh_dims, self.parts, self.known_sizes, self.num_segments
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """All that the partition holds, hashable and comparable: the key of caches of what depends on all of it."""
+        return self.kind, *self.value, self.size, self.trace, self.provenance.identity
 
     @property
     def is_traced(self) -> bool:
@@ -124,10 +161,8 @@ class Partition:
         A chunk partition of a static global size has static shard sizes, and while tracing it may also hold the symbol
         of this rank's local shard size.
         """
-        if self.known_sizes is None or isinstance(self.traced_local_size, torch.SymInt):
-            return True
-        recorded = [p for p in (self.moved_from, self.indexed_rows) if p is not None]
-        return any(isinstance(p.size, torch.SymInt) or p.has_symbols for p in recorded)
+        traced = self.known_sizes is None or isinstance(self.trace.local_size, torch.SymInt)
+        return traced or self.provenance.has_symbols
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -157,7 +192,7 @@ class Partition:
         if self.known_sizes is not None:
             largest, size = max(self.known_sizes), sum(self.known_sizes)
         elif self.kind == "chunk":
-            size = compat.size_hint(self.size) // self.scale
+            size = compat.size_hint(self.size) // self.trace.scale
             largest = -(-size // math.prod(self.parts))
         else:
             return 1.0
@@ -172,8 +207,8 @@ class Partition:
 
     def local_size(self, coordinate: Sequence[int]) -> IntLike:
         """Returns the size of the shard at a mesh coordinate; while tracing, of this rank's local shard."""
-        if self.traced_local_size is not None:
-            return self.traced_local_size
+        if self.trace.local_size is not None:
+            return self.trace.local_size
         if self.known_sizes is not None:
             return self.known_sizes[self.shard_index(coordinate)]
         # This holds for a chunk partition as well: a formula of the global size would bake the rank into the graph, and
@@ -199,13 +234,29 @@ class Partition:
                 "flattened into the dim. Call this on the tensor before it was flattened, or redistribute() it first"
             )
 
+    def with_trace(self, **changes: Any) -> Partition:
+        """Returns the partition with changed fields of its `TraceState`."""
+        return replace(self, trace=replace(self.trace, **changes))
+
+    def with_provenance(self, **changes: Any) -> Partition:
+        """Returns the partition with changed fields of its `Provenance`."""
+        return replace(self, provenance=replace(self.provenance, **changes))
+
+    def with_slice(self, base: Partition, start: IntLike, step: int) -> Partition:
+        """Returns this partition, recording that its rows are rows ``start, start + step, ...`` of another partition.
+
+        Chains of more than 8 slices are not recorded.
+        """
+        return replace(self, provenance=self.provenance.with_slice(base, start, step))
+
     def with_indexed_rows(self, rows: Partition) -> Partition:
         """Returns the same shards, recording the partition of the rows that these row indices refer to."""
-        return replace(self, indexed_rows=replace(rows, indexed_rows=None, origin=None, unpadded=None, moved_from=None))
+        kept = Provenance(provisional=rows.provenance.provisional)
+        return self.with_provenance(indexed_rows=replace(rows, provenance=kept))
 
     def indexed_rows_of_size(self, size: IntLike) -> Partition | None:
         """Returns the recorded partition of the indexed rows if they number `size`, else None."""
-        rows = self.indexed_rows
+        rows = self.provenance.indexed_rows
         return rows if rows is not None and compat.guard_equal(rows.size, size) else None
 
     def flatten_leading(self, count: IntLike) -> Partition:
@@ -213,17 +264,8 @@ class Partition:
         if is_one(count):
             return self
         segments = self.num_segments * count
-        return replace(self.flatten_trailing(count), num_segments=segments, origin=None, unpadded=None)
-
-    def with_origin(self, base: Partition, start: IntLike, step: int) -> Partition:
-        """Returns this partition, recording that its rows are rows ``start, start + step, ...`` of another partition.
-
-        Chains of more than 8 origins are not recorded.
-        """
-        depth, origin = 1, base.origin
-        while origin is not None:
-            depth, origin = depth + 1, origin[0].origin
-        return self if depth > 8 else replace(self, origin=(base, start, step))
+        partition = replace(self.flatten_trailing(count), num_segments=segments)
+        return replace(partition, provenance=partition.provenance.of_other_rows())
 
     def unflatten_leading(self, count: IntLike) -> Partition:
         """Inverse of `flatten_leading`: returns the partition after a leading dim of size `count` is split off."""
@@ -240,12 +282,14 @@ class Partition:
             return None
         outer, parts, count = self.mesh_dims[:-1], self.parts[:-1], self.parts[-1]
         if self.kind == "chunk":
-            return Partition.chunk(outer, parts, self.size // self.scale).flatten_trailing(self.scale)
+            scale = self.trace.scale
+            return Partition.chunk(outer, parts, self.size // scale).flatten_trailing(scale)
         shards = self.known_sizes
         if shards is not None:
             shards = tuple(sum(shards[i : i + count]) for i in range(0, len(shards), count))
-        partition = replace(self, mesh_dims=outer, parts=parts, known_sizes=shards, coarsening=self.coarsening * count)
-        return replace(partition, traced_local_size=None, origin=None, unpadded=None)
+        trace = replace(self.trace, coarsening=self.trace.coarsening * count, local_size=None)
+        provenance = self.provenance.of_other_rows()
+        return replace(self, mesh_dims=outer, parts=parts, known_sizes=shards, trace=trace, provenance=provenance)
 
     def flatten_trailing(self, factor: IntLike) -> Partition:
         """Returns the partition of the dim after trailing dims of `factor` elements were flattened into it."""
@@ -256,40 +300,17 @@ class Partition:
             if self.known_sizes is None or not isinstance(factor, int)
             else tuple(b * factor for b in self.known_sizes)
         )
-        shard = self._map_shard(lambda shard: shard * factor)
-        partition = replace(
-            self, size=self.size * factor, known_sizes=shards, traced_local_size=shard, scale=self.scale * factor
-        )
-        return replace(partition, origin=self._scaled_origin(factor), unpadded=None)
+        local_size = self._map_local_size(lambda size: size * factor)
+        trace = replace(self.trace, local_size=local_size, scale=self.trace.scale * factor)
+        provenance = self.provenance.flatten_trailing(factor)
+        return replace(self, size=self.size * factor, known_sizes=shards, trace=trace, provenance=provenance)
 
-    def _copy_records_to(self, partition: Partition) -> Partition:
-        """Returns another partition of the same rows with the fields that record this one's history."""
-        return replace(
-            partition,
-            moved_from=self.moved_from,
-            indexed_rows=self.indexed_rows,
-            num_segments=self.num_segments,
-            provisional=self.provisional,
-        )
-
-    def _scaled_origin(self, factor: IntLike) -> tuple[Partition, IntLike, int] | None:
-        """Returns the origin of a scaled partition: consecutive rows stay consecutive; a step other than 1 is lost."""
-        if self.origin is None or self.origin[2] != 1:
-            return None
-        return self.origin[0].flatten_trailing(factor), self.origin[1] * factor, 1
-
-    def _unscaled_origin(self, factor: IntLike) -> tuple[Partition, IntLike, int] | None:
-        if self.origin is None or self.origin[2] != 1:
-            return None
-        base, start = self.origin[0].unflatten_trailing(factor), self.origin[1]
-        return None if base is None else (base, start // factor, 1)
-
-    def _map_shard(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
+    def _map_local_size(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
         """Applies a formula to the traced size of this rank's local shard, if there is one."""
-        shard = self.traced_local_size
-        if shard is None or isinstance(shard, int):
-            return None if shard is None else formula(shard)
-        return compat.from_first_symbols(lambda: formula(shard))
+        size = self.trace.local_size
+        if size is None or isinstance(size, int):
+            return None if size is None else formula(size)
+        return compat.from_first_symbols(lambda: formula(size))
 
     def unflatten_trailing(self, factor: IntLike) -> Partition | None:
         """Inverse of `flatten_trailing`: returns the partition after trailing dims of `factor` elements are split off.
@@ -298,18 +319,19 @@ class Partition:
         """
         if is_one(factor):
             return self
-        if compat.divides(factor * self.num_segments, self.scale):
+        if compat.divides(factor * self.num_segments, self.trace.scale):
             shards = None if self.known_sizes is None else tuple(b // factor for b in self.known_sizes)  # type: ignore[misc]
-            shard = self._map_shard(lambda shard: shard // factor)
-            partition = replace(self, size=self.size // factor, known_sizes=shards, traced_local_size=shard)
-            partition = replace(partition, scale=compat.quotient(self.scale, factor))
-            return replace(partition, origin=self._unscaled_origin(factor), unpadded=None)
+            local_size = self._map_local_size(lambda size: size // factor)
+            trace = replace(self.trace, local_size=local_size, scale=compat.quotient(self.trace.scale, factor))
+            provenance = self.provenance.unflatten_trailing(factor)
+            return replace(self, size=self.size // factor, known_sizes=shards, trace=trace, provenance=provenance)
         step = factor * self.num_segments
         if self.known_sizes is None or not isinstance(step, int) or any(b % step for b in self.known_sizes):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
         partition = Partition.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.known_sizes], kind)
-        return self._copy_records_to(partition)
+        provenance = self.provenance.of_other_rows()
+        return replace(partition, num_segments=self.num_segments, provenance=provenance)
 
     def prefix(self, depth: int) -> Partition | None:
         """Returns the partition over the first `depth` mesh dims only; None for a depth of 0."""
@@ -341,22 +363,22 @@ class Partition:
             return self.known_sizes == other.known_sizes and self.num_segments == other.num_segments
         if not compat.statically_known_true(self.num_segments == other.num_segments):
             return False
+        same_scale = compat.statically_known_true(self.trace.scale == other.trace.scale)
         if self.kind == other.kind == "chunk":
-            same_scale = compat.statically_known_true(self.scale == other.scale)
             return same_scale and compat.guard_equal(self.size, other.size)
-        if self.coarsening != other.coarsening or not compat.statically_known_true(self.scale == other.scale):
+        if self.trace.coarsening != other.trace.coarsening or not same_scale:
             return False
         static, traced = (self, other) if self.known_sizes is not None else (other, self)
         if "chunk" in (self.kind, other.kind):
             dynamic = other if self.kind == "chunk" else self
             if not compat.guard_equal(self.size, other.size) or not (guard_chunk and dynamic.guard_chunked()):
                 return False
-        elif static.kind == "fixed" and traced.known_sizes is None and isinstance(traced.key, torch.SymInt):
+        elif static.kind == "fixed" and traced.known_sizes is None and isinstance(traced.trace.key, torch.SymInt):
             return False  # a guard would compile one graph for that partition, and another one for all others
-        elif not compat.guard_equal(self.key, other.key):
+        elif not compat.guard_equal(self.trace.key, other.trace.key):
             return False
         if static.known_sizes is not None and coordinate is not None:
-            compat.specialise(traced.traced_local_size, static.known_sizes[static.shard_index(coordinate)])
+            compat.specialise(traced.trace.local_size, static.known_sizes[static.shard_index(coordinate)])
         return True
 
     def guard_chunked(self) -> bool:
@@ -364,16 +386,16 @@ class Partition:
 
         A partition with an unbacked key counts as different.
         """
-        if self.kind != "dynamic" or self.coarsening > 1 or compat.is_unbacked(self.key):
+        if self.kind != "dynamic" or self.trace.coarsening > 1 or compat.is_unbacked(self.trace.key):
             return False
-        return bool(self.key % 2 == 1)
+        return bool(self.trace.key % 2 == 1)
 
     def as_dynamic(self) -> Partition:
         """Returns a dynamic partition of the same sizes, the kind as which a compiled function's inputs are traced."""
         if self.kind != "chunk" or self.known_sizes is None:
             return self
-        base = tuple(n // self.scale for n in self.known_sizes)  # type: ignore[misc]
-        return replace(self, kind="dynamic", key=key_of(base, self.parts))
+        base = tuple(n // self.trace.scale for n in self.known_sizes)  # type: ignore[misc]
+        return replace(self, kind="dynamic", trace=replace(self.trace, key=key_of(base, self.parts)))
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupPartition:
         """Returns the arguments of a collective over the innermost mesh dim for the group at a mesh coordinate."""
@@ -383,12 +405,14 @@ class Partition:
         first = self.shard_index(coordinate) // count * count if len(self.parts) > 1 else 0
         if self.known_sizes is not None and self.kind != "dynamic":
             return GroupPartition(list(self.known_sizes[first : first + count]), CHUNK_KEY, [])
-        grouping = [1, 0, self.scale] if self.kind == "chunk" else [self.coarsening, first, self.scale]
-        return GroupPartition([], self.key, grouping if grouping != [1, 0, 1] else [])
+        trace = self.trace
+        grouping = [1, 0, trace.scale] if self.kind == "chunk" else [trace.coarsening, first, trace.scale]
+        return GroupPartition([], trace.key, grouping if grouping != [1, 0, 1] else [])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the sizes of the key along with the fields, because another process may not know the key."""
-        sizes = lookup_sizes(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
+        key = self.trace.key
+        sizes = lookup_sizes(key) if self.kind == "dynamic" and isinstance(key, int) else None
         return _restore, (sizes, *(getattr(self, f.name) for f in fields(self)))
 
     def describe(self) -> str:
@@ -403,6 +427,7 @@ class Partition:
 
 def _restore(sizes: tuple[int, ...] | None, *values: Any) -> Partition:
     """Unpickles a partition, registering the sizes of its key in this process."""
+    partition = Partition(*values)
     if sizes is not None:
-        remember_key(values[5], sizes)
-    return Partition(*values)
+        remember_key(partition.trace.key, sizes)  # type: ignore[arg-type]
+    return partition

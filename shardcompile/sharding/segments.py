@@ -27,7 +27,7 @@ def with_one_segment(partition: Partition) -> Partition:
     """Returns the partition of the same shard sizes with one segment: each shard is a range of consecutive rows."""
     if is_one(partition.num_segments):
         return partition
-    return replace(partition, num_segments=1, origin=None, unpadded=None, moved_from=None)
+    return _with_segments(partition, 1)
 
 
 def in_segments(count: IntLike, partition: Partition) -> Partition | None:
@@ -38,7 +38,12 @@ def in_segments(count: IntLike, partition: Partition) -> Partition | None:
     """
     if partition.kind == "chunk" or not is_sharded_once(partition) or partition.unflatten_trailing(count) is None:
         return None
-    return replace(partition, num_segments=count, origin=None, unpadded=None, moved_from=None)
+    return _with_segments(partition, count)
+
+
+def _with_segments(partition: Partition, count: IntLike) -> Partition:
+    provenance = replace(partition.provenance.of_other_rows(), moved_from=None)
+    return replace(partition, num_segments=count, provenance=provenance)
 
 
 def is_sharded_once(partition: Partition | None) -> TypeGuard[Partition]:

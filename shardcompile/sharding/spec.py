@@ -14,7 +14,7 @@ from shardcompile.sharding.layout import Layout
 from shardcompile.sharding.mesh import Mesh
 from shardcompile.sharding.sizes import IntLike
 
-_INTERNED: dict[Spec, Spec] = {}
+_INTERNED: dict[tuple[int, tuple[IntLike, ...]], Spec] = {}
 _INTERNED_LIMIT = 1 << 16
 forget_with_world(_INTERNED.clear)
 
@@ -28,7 +28,10 @@ class TensorMeta(NamedTuple):
 
 
 class Spec:
-    """A `Layout` and the strides of the global tensor. Immutable, hashable and interned like layouts.
+    """A `Layout` and the strides of the global tensor. Immutable, hashable and interned.
+
+    Dispatch caches its decisions by specs. So specs are equal if they hold the same in all respects: with the same
+    `Layout.identity`, while layouts may be equal without.
 
     Attributes:
         layout: the layout.
@@ -37,13 +40,12 @@ class Spec:
         is_plain: whether the spec holds no symbols.
     """
 
-    __slots__ = ("_hash", "is_plain", "layout", "shape", "stride")
+    __slots__ = ("is_plain", "layout", "shape", "stride")
 
     layout: Layout
     stride: tuple[IntLike, ...]
     shape: tuple[IntLike, ...]
     is_plain: bool
-    _hash: int
 
     def __init__(self, layout: Layout, stride: tuple[IntLike, ...]) -> None:
         plain = not layout.is_traced and all(type(s) is int for s in stride)
@@ -52,7 +54,6 @@ class Spec:
         fix(self, "stride", stride)
         fix(self, "shape", layout.shape)
         fix(self, "is_plain", plain)
-        fix(self, "_hash", hash((layout, stride)) if plain else object.__hash__(self))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"specs cannot be changed, they are shared: {name}")
@@ -68,7 +69,7 @@ class Spec:
             return spec
         if len(_INTERNED) >= _INTERNED_LIMIT:
             _INTERNED.clear()
-        return _INTERNED.setdefault(spec, spec)
+        return _INTERNED.setdefault((id(layout), spec.stride), spec)  # the spec keeps the layout alive
 
     # Attributes that handlers written for DTensor and for PhysicsNeMo's ShardTensor read.
 
@@ -142,12 +143,12 @@ class Spec:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Spec) or self._hash != other._hash:
+        if not isinstance(other, Spec) or not self.is_plain or self.stride != other.stride:
             return False
-        return self.is_plain and self.layout == other.layout and self.stride == other.stride
+        return self.layout is other.layout or self.layout.identity == other.layout.identity
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.layout, self.stride)) if self.is_plain else object.__hash__(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Spec:
         return self

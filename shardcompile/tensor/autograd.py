@@ -61,7 +61,7 @@ class Redistribute(torch.autograd.Function):
 
 def redistributed(x: S, layout: Layout, async_op: bool = False, backward_dtype: torch.dtype | None = None) -> S:
     """Redistributes `x` to another layout and its dtype, differentiably; returns `x` itself if it has that layout."""
-    if x._spec.layout == layout:
+    if x._spec.layout is layout:  # equal layouts may have another kind or provenance
         return x
     return Redistribute.apply(x, layout, async_op, backward_dtype)
 

@@ -15,7 +15,18 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardcompile import compat
 from shardcompile.collectives import partition_of_sizes, symbolic_partition
 from shardcompile.errors import LayoutError
-from shardcompile.sharding import QUANTIZED, IntLike, Layout, Partition, Spec, digest_of, normalize_placements
+from shardcompile.sharding import (
+    QUANTIZED,
+    IntLike,
+    Layout,
+    Partition,
+    PlainPartition,
+    Spec,
+    digest_of,
+    normalize_placements,
+    read_plain,
+    write_plain,
+)
 from shardcompile.tensor.inputs import (
     DTYPES,
     Coordinate,
@@ -335,9 +346,6 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
 # Pickling
 
 
-PlainPartition = tuple[str, Sequence[int], Sequence[int]]
-"""Kind, mesh dims and sizes."""
-
 PlainParts = tuple[
     DeviceMesh, Sequence[Placement], Sequence[IntLike], Sequence[IntLike], Sequence[PlainPartition | None]
 ]
@@ -347,14 +355,7 @@ PlainParts = tuple[
 def plain_parts(spec: Spec) -> PlainParts:
     """Returns a spec as a mesh, placements and numbers, which ``torch.load(weights_only=True)`` accepts."""
     layout = spec.layout
-    for c in layout.partitions:
-        if c is not None:
-            c.check_one_segment()
-    # A chunked partition of rows that were scaled to several elements each is stored with its sizes.
-    partitions = [
-        None if c is None else ("dynamic" if c.kind == "chunk" and c.scale > 1 else c.kind, c.mesh_dims, c.sizes)
-        for c in layout.partitions
-    ]
+    partitions = [write_plain(p) for p in layout.partitions]
     return layout.mesh, list(layout.placements), layout.shape, spec.stride, partitions
 
 
@@ -368,11 +369,5 @@ def spec_of_plain_parts(
 ) -> Spec:
     """Returns the spec that `plain_parts` has taken apart."""
 
-    def partition(dim: int, kind: str, mesh_dims: Sequence[int], sizes: Sequence[int]) -> Partition:
-        parts = [mesh.shape[m] for m in mesh_dims]
-        if kind == "chunk":
-            return Partition.chunk(mesh_dims, parts, shape[dim])
-        return Partition.of_sizes(mesh_dims, parts, sizes, "fixed" if kind == "fixed" else "dynamic")
-
-    found = [None if c is None else partition(dim, *c) for dim, c in enumerate(partitions)]
+    found = [read_plain(p, mesh.shape, size) for p, size in zip(partitions, shape, strict=True)]
     return Spec.of(Layout.of(mesh, placements, tuple(shape), dtype, found), tuple(stride))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.ops.view.rows import moved
 from shardcompile.sharded import Sharded, first_sharded
-from shardcompile.sharding import Layout
+from shardcompile.sharding import Layout, trace_key
 from shardcompile.tensor.aligned_rows import wrapped
 from shardcompile.tensor.autograd import Promote, ToLocal, in_one_piece, redistributed
 from shardcompile.tensor.core import ShardTensor
@@ -101,12 +101,7 @@ def _cached_kept_rows(mask: Sharded, layout: Layout, given: Tensor, keep: bool) 
     """
     if not compat.is_fake(mask._local_tensor):
         return kept_rows(moved(mask, layout), layout)
-    partitions = [
-        None
-        if c is None
-        else (c.kind, c.known_sizes, *map(compat.expression_of, (c.key, c.size, c.coarsening, c.scale)))
-        for c in layout.partitions
-    ]
+    partitions = [c and trace_key(c) for c in layout.partitions]
     key = ("kept rows", layout.placements, *partitions, 0 if given.is_inference() else given._version)
     return compat.once_for_tensor(given, key, lambda: kept_rows(moved(mask, layout), layout), keep)
 

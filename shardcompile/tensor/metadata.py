@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
 from shardcompile.collectives import note_partition
-from shardcompile.sharding import IntLike, Layout, Partition, Spec, order_of, sizes_of_key
-
-PartitionKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
-"""Tensor dim, kind, mesh dims, coarsening, scale, the sizes of a fixed partition, and number of segments. A symbolic
-scale or number of segments is replaced by `_CARRIED`."""
-
-_CARRIED = 0
-"""The placeholder of a symbolic number, which is in the shape of the inner tensor ``_partition_keys``."""
+from shardcompile.sharding import IntLike, Layout, Partition, Spec, StaticPart, cached_for_layouts, order_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Metadata:
     mesh: Any
     placements: tuple[Placement, ...]
     dtype: torch.dtype
-    partitions: tuple[PartitionKind, ...]
+    partitions: tuple[StaticPart, ...]
     epoch: int
     copied: bool = False
     """Whether the tensor is a copied view: its local shard is a copy of a part of its base."""
@@ -50,19 +42,17 @@ class Metadata:
     @property
     def dynamic_dims(self) -> list[int]:
         """The tensor dims whose partition key is in the shape of the inner tensor ``_partition_keys``."""
-        return [dim for dim, kind, *_ in self.partitions if kind == "dynamic"]
+        return [part.dim for part in self.partitions if part.kind == "dynamic"]
 
     @property
     def has_keys(self) -> bool:
         """Whether there is an inner tensor ``_partition_keys``."""
-        return any(
-            _CARRIED in (scale, count) or kind == "dynamic" for _, kind, _, _, scale, _, count in self.partitions
-        )
+        return any(part.kind == "dynamic" or part.num_symbols for part in self.partitions)
 
     @property
     def has_stated_sizes(self) -> bool:
         """Whether there is a partition that does not follow from the global size and the placements."""
-        return any(kind != "chunk" or scale != 1 for _, kind, _, _, scale, *_ in self.partitions)
+        return any(part.kind != "chunk" or part.scale != 1 for part in self.partitions)
 
     def stable_text(self) -> str:
         """Returns a text that is the same for the same metadata in every process, and differs between ranks."""
@@ -90,7 +80,7 @@ def intern_metadata(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     dtype: torch.dtype,
-    partitions: tuple[PartitionKind, ...],
+    partitions: tuple[StaticPart, ...],
     copied: bool = False,
 ) -> Metadata:
     """Returns the interned metadata with these fields."""
@@ -100,65 +90,43 @@ def intern_metadata(
 
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
     """Returns the metadata of a layout; `copied` says whether the tensor is a copied view."""
-    partitions = tuple(
-        (
-            d,
-            c.kind,
-            c.mesh_dims,
-            c.coarsening,
-            _static(c.scale),
-            c.sizes if c.kind == "fixed" else (),
-            _static(c.num_segments),
-        )
-        for d, c in enumerate(layout.partitions)
-        if c is not None
-    )
+    partitions = tuple(StaticPart.of(d, p) for d, p in enumerate(layout.partitions) if p is not None)
     return intern_metadata(layout.mesh, layout.placements, layout.dtype, partitions, copied)
 
 
-def _static(number: IntLike) -> int:
-    return number if isinstance(number, int) else _CARRIED
+def _symbols(layout: Layout, metadata: Metadata) -> list[IntLike]:
+    """Returns the scales and numbers of segments of a layout that are symbols of a graph, in the metadata's order."""
+    return [n for part in metadata.partitions for n in part.symbols_of(layout.partition_of(part.dim))]
 
 
-def _carried(layout: Layout, metadata: Metadata) -> list[IntLike]:
-    """Returns the scales and segment counts of a layout that are symbols of a graph, in the order of the metadata."""
-    partitions = [(layout.partition_of(dim), scale, count) for dim, _, _, _, scale, _, count in metadata.partitions]
-    pairs = [pair for c, scale, count in partitions for pair in ((c.scale, scale), (c.num_segments, count))]
-    return [number for number, static in pairs if static == _CARRIED]
-
-
-@functools.lru_cache(maxsize=1 << 12)
+@cached_for_layouts
 def of_input(layout: Layout) -> Layout:
     """Returns the layout with which an input is traced: chunked partitions become dynamic, so one graph serves both."""
     partitions = [c and c.as_dynamic() for c in layout.partitions]
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 
-compat.forget_with_world(of_input.cache_clear)
-
-
 def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
     """Returns a layout of the same shards whose partitions are chunked or dynamic where those of the metadata are."""
     partitions = list(layout.partitions)
-    for dim, kind, _, _, scale, *_ in metadata.partitions:
-        partition = partitions[dim]
+    for part in metadata.partitions:
+        partition = partitions[part.dim]
         if partition is None:
             continue
-        if kind == "dynamic":
-            partitions[dim] = partition.as_dynamic()
-        elif kind == "chunk" and partition.kind == "dynamic":
-            factor = partition.scale if scale == _CARRIED else scale
-            chunked = Partition.chunk(partition.mesh_dims, partition.parts, partition.size // factor).flatten_trailing(
-                factor
-            )
-            partitions[dim] = chunked if chunked.guard_same_shards(partition) else partition
+        if part.kind == "dynamic":
+            partitions[part.dim] = partition.as_dynamic()
+        elif part.kind == "chunk" and partition.kind == "dynamic":
+            scale = part.scale or partition.trace.scale
+            mesh_dims, parts = partition.mesh_dims, partition.parts
+            chunked = Partition.chunk(mesh_dims, parts, partition.size // scale).flatten_trailing(scale)
+            partitions[part.dim] = chunked if chunked.guard_same_shards(partition) else partition
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
 
 
 def is_stated_by(layout: Layout, metadata: Metadata) -> bool:
     """Returns whether a tensor of a graph with this metadata may have this layout."""
-    carried = iter(_carried(layout, metadata))
-    partitions = tuple(_with_carried(kind, carried) for kind in metadata.partitions)
+    symbols = iter(_symbols(layout, metadata))
+    partitions = tuple(part.with_symbols(symbols) for part in metadata.partitions)
     stated = intern_metadata(metadata.mesh, metadata.placements, metadata.dtype, partitions, metadata.copied)
     return metadata_of(layout, metadata.copied) is stated
 
@@ -171,18 +139,21 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bo
     torch looks for the origin of their symbols in inner tensors only. Symbolic scales and segment counts come last.
     """
     partitions = [layout.partition_of(d) for d in metadata.dynamic_dims]
-    keys = [c.key for c in partitions]
-    if with_sizes or any(compat.is_unbacked(c.size) for c in partitions):
-        keys += [c.size for c in partitions]
-    carried = _carried(layout, metadata)
-    keys += carried
-    carrier = partitions[0].carrier if partitions else None
-    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys) and all(c.carrier is carrier for c in partitions):
-        held = [*carrier.shape[1 : 1 + len(partitions)], *carrier.shape[len(carrier.shape) - len(carried) :]]
-        wanted = [*(c.key for c in partitions), *carried]
-        if all(compat.statically_known_true(a == b) for a, b in zip(held, wanted, strict=True)):
+    keys = [p.trace.key for p in partitions]
+    symbols = _symbols(layout, metadata)
+    shape = [*keys, *symbols]
+    if with_sizes or any(compat.is_unbacked(p.size) for p in partitions):
+        shape = [*keys, *(p.size for p in partitions), *symbols]
+    carrier = partitions[0].trace.carrier if partitions else None
+    if (
+        isinstance(carrier, Tensor)
+        and carrier.ndim == 1 + len(shape)
+        and all(p.trace.carrier is carrier for p in partitions)
+    ):
+        carried = [*carrier.shape[1 : 1 + len(keys)], *carrier.shape[carrier.ndim - len(symbols) :]]
+        if all(compat.statically_known_true(a == b) for a, b in zip(carried, [*keys, *symbols], strict=True)):
             return carrier
-    return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
+    return like.new_empty_strided([0, *shape], [0] * (1 + len(shape)), dtype=torch.uint8)
 
 
 _RUNTIME_SPECS: dict[Any, Spec] = {}
@@ -196,65 +167,29 @@ def spec_from_parts(
     """Returns the spec of an unflattened tensor: at run time with shard sizes looked up by key, else with symbols."""
     shape, stride = tuple(shape), tuple(stride)
     keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
-    placeholders = [n for *_, scale, _, count in metadata.partitions for n in (scale, count) if n == _CARRIED]
-    carried = () if carrier is None or not placeholders else tuple(carrier.shape[-len(placeholders) :])
+    num_symbols = sum(part.num_symbols for part in metadata.partitions)
+    symbols = () if carrier is None or not num_symbols else tuple(carrier.shape[-num_symbols:])
     # The local shape is checked as well: a global size may be a constant while the shard size is still a symbol.
-    is_static = all(type(s) is int for s in (*keys, *carried, *shape, *stride, *local.shape))
+    is_static = all(type(s) is int for s in (*keys, *symbols, *shape, *stride, *local.shape))
     if is_static:
-        cache_key = (metadata, keys, carried, shape, stride)
+        cache_key = (metadata, keys, symbols, shape, stride)
         cached = _RUNTIME_SPECS.get(cache_key)
         if cached is not None:
             return cached
     key_of_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
     partitions: list[Partition | None] = [None] * len(shape)
-    numbers = iter(carried)
-    for kind in (_with_carried(kind, numbers) for kind in metadata.partitions):
-        partition = _partition(metadata, kind, key_of_dim.get(kind[0], 0), shape[kind[0]], local)
-        partitions[kind[0]] = partition if partition.known_sizes is not None else replace(partition, carrier=carrier)
+    numbers = iter(symbols)
+    for part in (part.with_symbols(numbers) for part in metadata.partitions):
+        dim, parts = part.dim, [metadata.mesh.shape[m] for m in part.mesh_dims]
+        partition = part.partition(parts, shape[dim], key_of_dim.get(dim, 0), local.shape[dim])
+        note_partition(partition, metadata.mesh)
+        partitions[dim] = partition.with_trace(carrier=carrier) if partition.is_traced else partition
     spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, partitions), stride)
     if is_static:
         if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:
             _RUNTIME_SPECS.clear()
         _RUNTIME_SPECS[cache_key] = spec
     return spec
-
-
-def _with_carried(partition: PartitionKind, carried: Iterator[Any]) -> PartitionKind:
-    """Replaces the placeholders in the description of a partition by the numbers that the inner tensor carries."""
-    dim, kind, mesh_dims, coarsening, scale, sizes, count = partition
-    scale, count = (next(carried) if n == _CARRIED else n for n in (scale, count))
-    return dim, kind, mesh_dims, coarsening, scale, sizes, count
-
-
-def _partition(metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor) -> Partition:
-    partition = _partition_of_one_segment(metadata, description, key, size, local)
-    return partition if compat.is_one(description[-1]) else replace(partition, num_segments=description[-1])
-
-
-def _partition_of_one_segment(
-    metadata: Metadata, description: PartitionKind, key: IntLike, size: IntLike, local: Tensor
-) -> Partition:
-    dim, kind, mesh_dims, coarsening, scale, sizes, _ = description
-    parts = [metadata.mesh.shape[m] for m in mesh_dims]
-    if kind == "fixed":
-        return Partition.of_sizes(mesh_dims, parts, sizes, "fixed")
-    if kind == "chunk":
-        partition = Partition.chunk(mesh_dims, parts, size // scale).flatten_trailing(scale)
-        shard = local.shape[dim]
-        if partition.known_sizes is not None and type(shard) is int:
-            return partition
-        # Also for a static global size: with static shard sizes the graphs of the ranks would differ.
-        partition = replace(partition, traced_local_size=shard, known_sizes=None)
-        note_partition(partition, metadata.mesh)
-        return partition
-    if type(key) is not int or type(size) is not int:
-        partition = replace(
-            Partition.traced(mesh_dims, parts, size, key, local.shape[dim]), coarsening=coarsening, scale=scale
-        )
-        note_partition(partition, metadata.mesh)
-        return partition
-    shards = sizes_of_key(key, coarsening, scale)
-    return Partition("dynamic", mesh_dims, tuple(parts), size, shards, key, coarsening=coarsening, scale=scale)
 
 
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
@@ -285,9 +220,9 @@ def shard_hints(layout: Layout) -> dict[int, int]:
     all shards are empty, and no hint is needed. The hint is a multiple of the partition's scale.
     """
     return {
-        d: max(-(-compat.size_hint(layout.shape[d]) // (c.scale * math.prod(c.parts))), 2) * c.scale  # type: ignore[misc]
-        for d, c in enumerate(layout.partitions)
-        if c is not None and layout.shape[d] != 0
+        d: max(-(-compat.size_hint(layout.shape[d]) // (p.trace.scale * math.prod(p.parts))), 2) * p.trace.scale  # type: ignore[misc]
+        for d, p in enumerate(layout.partitions)
+        if p is not None and layout.shape[d] != 0
     }
 
 
@@ -353,7 +288,7 @@ def with_shard_symbols(spec: Spec, local: Tensor) -> Spec:
     if not any(_lacks_symbol(c) for c in layout.partitions):
         return spec
     partitions = [
-        replace(c, traced_local_size=local.shape[d]) if c and _lacks_symbol(c) else c
+        c.with_trace(local_size=local.shape[d]) if c and _lacks_symbol(c) else c
         for d, c in enumerate(layout.partitions)
     ]
     return Spec.of(Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions), spec.stride)
@@ -364,5 +299,5 @@ def _lacks_symbol(partition: Partition | None) -> bool:
         partition is not None
         and partition.kind == "chunk"
         and partition.is_traced
-        and partition.traced_local_size is None
+        and partition.trace.local_size is None
     )

@@ -9,7 +9,6 @@ not touch tensors.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from shardcompile import compat, config, machines
 from shardcompile.ops import Strategy, along
 from shardcompile.ops.choice import Choice, choose
 from shardcompile.planning import RedistributionPlan, find_plan
-from shardcompile.sharding import Layout, Partition
+from shardcompile.sharding import Layout, Partition, cached_for_layouts
 from shardcompile.units import in_bytes, in_seconds
 
 BATCH, HEADS, ROWS = 0, 1, 2
@@ -122,8 +121,9 @@ class AttentionCall:
 def choose_strategy(call: AttentionCall) -> AttentionStrategy:
     """Returns the strategy that `shardcompile.config.attention` names, or the one with the lowest cost."""
     settings = config.attention_settings()
-    traced = any(x.is_traced for x in call.layouts)
-    return (_choose if traced else _choose_cached)(call, settings)
+    if any(x.is_traced for x in call.layouts):
+        return _choose(call, settings)
+    return _choose_cached(settings, call.has_mask, call.causal, call.backward, *call.layouts)
 
 
 def _choose(call: AttentionCall, settings: tuple[str, int, int]) -> AttentionStrategy:
@@ -147,8 +147,11 @@ def _choose(call: AttentionCall, settings: tuple[str, int, int]) -> AttentionStr
     return _with_reason(best, f"{impossible}little would be gained {ring}")
 
 
-_choose_cached = functools.lru_cache(maxsize=1024)(_choose)
-compat.forget_with_world(_choose_cached.cache_clear)
+@cached_for_layouts
+def _choose_cached(
+    settings: tuple[str, int, int], has_mask: bool, causal: bool, backward: bool, *layouts: Layout
+) -> AttentionStrategy:
+    return _choose(AttentionCall(layouts, has_mask, causal, backward), settings)
 
 
 def _cost(strategy: AttentionStrategy) -> float:

@@ -9,7 +9,6 @@ original shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -125,21 +124,21 @@ class _ShardInTransform:
 
     def _is_home(self, partition: Partition, at: int) -> bool:
         """Whether the partition that `partition` has replaced is a partition of dim `at`."""
-        home = partition.moved_from
+        home = partition.provenance.moved_from
         if home is None or home.mesh_dims != partition.mesh_dims:
             return False
         return compat.statically_known_true(home.size == self.layout.shape[at])
 
     def _replacement(self, partition: Partition, at: int) -> Partition:
         """Returns the partition of dim `at` that replaces `partition`, which it records as its home."""
-        size, home = self.layout.shape[at], partition.moved_from
+        size, home = self.layout.shape[at], partition.provenance.moved_from
         if home is not None and self._is_home(partition, at):
-            return replace(home, moved_from=replace(partition, moved_from=None))
+            return home.with_provenance(moved_from=partition.with_provenance(moved_from=None))
         if partition.has_symbols:  # static shard sizes that differ would give every rank its own graph
             divided = derive("divided", [partition], [size, *partition.parts], size, self.layout.mesh)[0]
         else:
             divided = Partition.chunk(partition.mesh_dims, partition.parts, size)
-        return replace(divided, moved_from=replace(partition, moved_from=None))
+        return divided.with_provenance(moved_from=partition.with_provenance(moved_from=None))
 
 
 def _start(x: Sharded, op: OpOverload, args: tuple[object, ...]) -> tuple[_ShardInTransform, Sequence[IntLike]]:

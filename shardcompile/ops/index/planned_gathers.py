@@ -34,7 +34,7 @@ from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded, shard_of
-from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, with_one_segment
+from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, trace_key, with_one_segment
 
 aten = torch.ops.aten
 
@@ -100,13 +100,8 @@ def links_of(
         op: the op that uses the plan. The error of an index that is out of range names the op that made it.
     """
     wraps = op in _WRAPPING_OPS
-    parts = (
-        partition.kind,
-        partition.mesh_dims,
-        *map(compat.expression_of, (partition.key, partition.size, partition.coarsening, partition.scale)),
-    )
-    group, segments = compat.group_name_of(mesh, partition.mesh_dims[0]), compat.expression_of(partition.num_segments)
-    what = ("links", *parts, partition.known_sizes, segments, wraps, group)
+    group = compat.group_name_of(mesh, partition.mesh_dims[0])
+    what = ("links", *trace_key(partition), wraps, group)
 
     def make() -> LocalGatherPlan:
         with compat.unrecorded_symbols(numbers):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.compat import OpOverload, global_sizes, retrace, guard_equal
+from shardcompile.compat import OpOverload, global_sizes, guard_equal, retrace
 from shardcompile.ops import NotServed, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap

@@ -232,9 +232,8 @@ class WholeRows:
         if compat.is_compiling() and partition.known_sizes is not None and partition.kind != "fixed":
             return None
         window = [self.count, self.rows, 1, 0, self.rows - 1, 0]
-        return replace(
-            derive("reading", [partition], window, self.count, mesh)[0].flatten_trailing(self.rows), provisional=True
-        )
+        groups = derive("reading", [partition], window, self.count, mesh)[0]
+        return groups.flatten_trailing(self.rows).with_provenance(provisional=True)
 
 
 def _through_view(
@@ -251,7 +250,7 @@ def _through_view(
     if partition.known_sizes is not None and not all(isinstance(n, int) for n in (*src_sides, *dst_sides)):
         if partition.kind != "chunk" or not partition.is_even:
             return None  # static shard sizes that differ would become symbolic
-        partition = replace(partition, traced_local_size=partition.known_sizes[0], known_sizes=None)
+        partition = replace(partition, known_sizes=None).with_trace(local_size=partition.known_sizes[0])
     flat = partition.flatten_trailing(src_sides[1]).flatten_leading(src_sides[0])
     if not compat.divides(dst_sides[0], flat.num_segments):
         return None
@@ -259,13 +258,13 @@ def _through_view(
     out = flat.unflatten_trailing(dst_sides[1])
     if out is None or (not is_one(out.num_segments) and not allows_segments):
         return None
-    return None if _only_by_chance(partition, dst_sides[1] * flat.num_segments, flat.scale, out) else out
+    return None if _only_by_chance(partition, dst_sides[1] * flat.num_segments, flat.trace.scale, out) else out
 
 
 def merged_partition(count: int, partition: Partition) -> Partition | None:
     """Returns the partition after each `count` rows became one; None if some of these are on several ranks."""
     out = partition.unflatten_trailing(count)
-    return None if out is None or _only_by_chance(partition, count, partition.scale, out) else out
+    return None if out is None or _only_by_chance(partition, count, partition.trace.scale, out) else out
 
 
 def _only_by_chance(partition: Partition, count: IntLike, scale: IntLike, out: Partition) -> bool:

@@ -70,7 +70,7 @@ def has_static_sizes(x: Tensor) -> bool:
     return any(
         c is not None
         and c.is_traced
-        and isinstance(c.traced_local_size, int)
+        and isinstance(c.trace.local_size, int)
         and not (isinstance(c.size, int) and c.size == 0)
         for c in partitions
     )
@@ -85,18 +85,15 @@ def sliced_partition(
     found, row = derive("sliced", [partition], [start, step, count], count, mesh)
     if found.known_sizes is not None and partition.known_sizes is None:
         return found, row  # no rows at all; a static partition remembers no symbols
-    if (
-        partition.unpadded is not None
-        and step == 1
-        and _statically_same((start, count), (partition.unpadded[1], partition.unpadded[0].size))
-    ):
-        return partition.unpadded[0], row
-    return found.with_origin(partition, start, step), row
+    unpadded = partition.provenance.unpadded
+    if unpadded is not None and step == 1 and _statically_same((start, count), (unpadded[1], unpadded[0].size)):
+        return unpadded[0], row
+    return found.with_slice(partition, start, step), row
 
 
 def base_of(partition: Partition, size: IntLike, start: IntLike, step: int) -> Partition | None:
     """Returns the partition of the `size` rows that were sliced, if a partition records that slice; otherwise None."""
-    base = partition.origin
+    base = partition.provenance.sliced_from
     matches = base is not None and _statically_same((base[0].size, base[1], base[2]), (size, start, step))
     return base[0] if base is not None and matches else None
 

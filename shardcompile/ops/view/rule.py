@@ -319,11 +319,11 @@ def _new(call: OpCall) -> Iterable[Strategy]:
         if partition is None:
             continue  # nothing to decide
         at = dim if same_ndim else 0
-        was_gathered = partition.indexed_rows is not None and (same_ndim or len(shape) == 1)
+        was_gathered = partition.provenance.indexed_rows is not None and (same_ndim or len(shape) == 1)
         if (same_ndim or was_gathered) and compat.guard_equal(src[dim], shape[at]):
             yield along([dim], [at])
         elif was_gathered and partition.indexed_rows_of_size(shape[at]) is not None:
-            yield along([dim], [at], on_partition=lambda partition: partition.indexed_rows)
+            yield along([dim], [at], on_partition=lambda partition: partition.provenance.indexed_rows)
         else:
             yield along([dim], [None])
     yield from (partial([op], [None]) for op in REDUCE_OPS)

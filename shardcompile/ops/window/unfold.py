@@ -51,8 +51,9 @@ def unfold(x: Sharded, dim: int, size: int, step: int) -> Tensor:
     source, count = layout.partition_of(dim), compat.global_sizes(meta.shape)[dim]
     reads = Reads.of(dim, source, count, window, layout.mesh)
     partition = reads.partition  # may be that of the rows before padding, or `source` itself
-    if source.unpadded is None or partition is not source.unpadded[0]:
-        partition = partition.with_origin(source, window.shift, step)
+    unpadded = source.provenance.unpadded
+    if unpadded is None or partition is not unpadded[0]:
+        partition = partition.with_slice(source, window.shift, step)
     out = with_partition(layout, dim, partition)
     out = Layout.of(out.mesh, out.placements, (*out.shape, size), out.dtype, (*out.partitions, None))
 
