@@ -196,7 +196,7 @@ class StaticPart(NamedTuple):
         return Partition("dynamic", self.mesh_dims, tuple(parts), size, sizes, trace=trace)
 
 
-def trace_key(partition: Partition) -> tuple[Any, ...]:
+def trace_key(partition: Partition) -> tuple[object, ...]:
     """Returns a hashable key of the shards of a partition, in which symbols are expressions."""
     trace = partition.trace
     numbers = (trace.key, partition.size, trace.coarsening, trace.scale, partition.num_segments)

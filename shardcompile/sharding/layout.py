@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -25,6 +25,7 @@ _INTERNED: dict[tuple[Any, ...], Layout] = {}
 _CACHE_LIMIT = 1 << 16
 forget_with_world(_INTERNED.clear)
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -294,7 +295,7 @@ class Layout:
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}] {', '.join(parts)}"
 
 
-def cached_for_layouts(function: Callable[..., R]) -> Callable[..., R]:
+def cached_for_layouts(function: Callable[P, R]) -> Callable[P, R]:
     """Caches a function of layouts without symbols and of other hashable arguments.
 
     Interned layouts are compared as objects: a result may depend on more of them than `==` compares.
@@ -303,13 +304,14 @@ def cached_for_layouts(function: Callable[..., R]) -> Callable[..., R]:
     forget_with_world(results.clear)
 
     @functools.wraps(function)
-    def cached(*args: Any) -> R:
-        key = tuple([id(a) if type(a) is Layout else a for a in args])
+    def cached(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = (*args, *kwargs, *kwargs.values())
+        key = tuple([id(a) if type(a) is Layout else a for a in given])
         entry = results.get(key)
         if entry is None:
             if len(results) >= _CACHE_LIMIT:
                 results.clear()
-            entry = results[key] = (args, function(*args))  # it keeps the layouts alive, so that ids stay unique
+            entry = results[key] = (given, function(*args, **kwargs))  # keeps layouts alive, so that ids stay unique
         return entry[1]
 
     return cached

@@ -140,12 +140,12 @@ class Partition:
         return object.__hash__(self) if self.is_traced else hash(self.value)
 
     @property
-    def value(self) -> tuple[Any, ...]:
+    def value(self) -> tuple[object, ...]:
         """Mesh dims, their sizes, the shard sizes and the number of segments: what `==` compares."""
         return self.mesh_dims, self.parts, self.known_sizes, self.num_segments
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[object, ...]:
         """All that the partition holds, hashable and comparable: the key of caches of what depends on all of it."""
         return self.kind, *self.value, self.size, self.trace, self.provenance.identity
 

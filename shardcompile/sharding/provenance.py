@@ -7,7 +7,7 @@ of a slice, or the result of an inverse transform, back to the partition that th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,7 +40,7 @@ class Provenance:
     indexed_rows: Partition | None = None
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[object, ...]:
         """All that it holds, hashable and comparable; see `Partition.identity`."""
         sliced_from, unpadded = self.sliced_from, self.unpadded
         return (
