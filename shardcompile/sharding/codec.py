@@ -43,7 +43,7 @@ def partitions_schema() -> str:
     return "SymInt[] sizes, SymInt[] keys, SymInt[] groupings, int[] lengths"
 
 
-def write_partition(partition: GroupPartition) -> tuple[Any, Any, Any]:
+def write_partition(partition: GroupPartition) -> tuple[list[int], IntLike, list[IntLike]]:
     """Encodes a partition as op arguments."""
     return partition.sizes, partition.key, partition.grouping
 
