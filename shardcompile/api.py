@@ -29,7 +29,7 @@ from shardcompile.factories import (
     zeros,
 )
 from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
-from shardcompile.sharding import Layout, Partition, Spec, carrier_of, contiguous_stride, normalize_placements
+from shardcompile.sharding import Layout, Partition, Spec, contiguous_stride, normalize_placements, transfer_dtype_of
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import FromLocal
 from shardcompile.tensor.inputs import agreed_copies, agreed_metadata, as_tuple, check_kind, kind_of
@@ -85,14 +85,14 @@ def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> 
     """Sends each shard to one rank, broadcasts it along the mesh dims that replicate, and returns the local shard."""
     mesh = layout.mesh
     me = tuple(mesh_coordinate(mesh))
-    carrier = carrier_of(layout.dtype)
+    transfer_dtype = transfer_dtype_of(layout.dtype)
     replicating = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
-    local = allocate(layout.with_dtype(carrier))
+    local = allocate(layout.with_dtype(transfer_dtype))
     if me == source:
         assert tensor is not None, "the source holds the tensor"
         held = tensor.detach()
-        if carrier is not held.dtype:
-            held = held.view(carrier)
+        if transfer_dtype is not held.dtype:
+            held = held.view(transfer_dtype)
         others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in replicating)]
         send_shards({int(mesh.mesh[c]): held[layout.shard_slices(c)] for c in others})
         local.copy_(held[layout.shard_slices(me)])
@@ -101,7 +101,7 @@ def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> 
     for i, mesh_dim in enumerate(replicating):
         if all(me[m] == source[m] for m in replicating[i + 1 :]):
             local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
-    return local if carrier is layout.dtype else local.view(layout.dtype)
+    return local if transfer_dtype is layout.dtype else local.view(layout.dtype)
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:

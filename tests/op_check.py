@@ -20,7 +20,7 @@ import shardcompile as sc
 from shardcompile import ShardTensor
 from shardcompile.errors import DivergenceError
 from shardcompile.testing import once
-from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_style
+from shardcompile.testing.arrange import CHUNK, InputLayout, lay_out, seed_of, sizes_in_style
 from shardcompile.testing.compare import Tolerances
 from shardcompile.testing.rendezvous import RendezvousError
 from shardcompile.testing.scheduler import RanksWaitError
@@ -169,7 +169,7 @@ def _drawn(options: Sequence[Sequence[_T]], count: int, generator: random.Random
     return combinations
 
 
-def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ...]]:
+def input_layouts_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[InputLayout | None, ...]]:
     """Layouts of all inputs: alike in all of them, a sample of the rest, one in chunks; None for a plain input."""
     one = single_placements if mesh_ndim == 1 else _double
     options = [one(i) if i.sharded else [None] for i in case.inputs]
@@ -178,10 +178,11 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
     for n, wanted in enumerate(longest):
         if wanted is not None:
             choice = [None if o == [None] else (wanted if wanted in o else o[n % len(o)]) for o in options]
-            aligned.append(tuple(None if c is None else Way(c, n) for c in choice))
+            aligned.append(tuple(None if c is None else InputLayout(c, n) for c in choice))
     drawn = _drawn(options, limit + len(aligned), random.Random(seed_of(case.name, mesh_ndim)))
     mixed = [
-        tuple(None if c is None else Way(c, n + i) for i, c in enumerate(choice)) for n, choice in enumerate(drawn)
+        tuple(None if c is None else InputLayout(c, n + i) for i, c in enumerate(choice))
+        for n, choice in enumerate(drawn)
     ]
     seen = {tuple(None if w is None else w.placements for w in ways) for ways in aligned}
     several = sum(i.sharded for i in case.inputs) > 1
@@ -190,14 +191,16 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
     return [*ways, *_in_chunks(case, aligned)] if limit > 1 else ways
 
 
-def _in_chunks(case: Case, aligned: Sequence[tuple[Way | None, ...]]) -> Iterator[tuple[Way | None, ...]]:
+def _in_chunks(
+    case: Case, aligned: Sequence[tuple[InputLayout | None, ...]]
+) -> Iterator[tuple[InputLayout | None, ...]]:
     """For every third case one of its layouts, sharded of which no sizes are stated."""
     seed, partition = seed_of(case.name), [ways for ways in aligned if any(w and _is_sharded(w) for w in ways)]
     if partition and seed % 3 == 0:
-        yield tuple(w and Way(w.placements, CHUNK) for w in partition[seed // 3 % len(partition)])
+        yield tuple(w and InputLayout(w.placements, CHUNK) for w in partition[seed // 3 % len(partition)])
 
 
-def _is_sharded(way: Way) -> bool:
+def _is_sharded(way: InputLayout) -> bool:
     return any(isinstance(p, Shard) for p in way.placements)
 
 
@@ -226,7 +229,7 @@ def run_sharded(
     case: Case,
     full: Sequence[Tensor],
     mesh: DeviceMesh,
-    ways: Sequence[Way | None],
+    ways: Sequence[InputLayout | None],
     function: Callable[..., Any] | None = None,
 ) -> Outcome:
     """The same on sharded inputs."""
@@ -245,7 +248,7 @@ def run_sharded(
     return trial.backward(case.name).outcome()
 
 
-def laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
+def laid_out(x: Tensor, mesh: DeviceMesh, way: InputLayout, seed: int) -> ShardTensor:
     sizes = "chunk" if way.style % 4 == CHUNK else sizes_in_style(x.shape, mesh, way.placements, way.style)
     return lay_out(x, mesh, way.placements, sizes, seed)
 
@@ -301,7 +304,7 @@ def check_values(
     """As `check`, for given full values."""
     want = once(lambda: run_plain_or_error(case, full))
     failures = []
-    layouts = ways_of(case, mesh.ndim, limit)
+    layouts = input_layouts_of(case, mesh.ndim, limit)
     first = seed_of(case.name) % len(layouts)
     for ways in [*layouts[first:], *layouts[:first]][part[0] :: part[1]]:
         label = f"{case.name} {' '.join('plain' if w is None else str(w) for w in ways)}"
@@ -331,7 +334,7 @@ def _check_one(
     case: Case,
     full: Sequence[Tensor],
     mesh: DeviceMesh,
-    ways: Sequence[Way | None],
+    ways: Sequence[InputLayout | None],
     function: Callable[..., Any],
     want: Outcome | Exception,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None,

@@ -203,7 +203,7 @@ def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set
     if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
         return False
     unknown = any(m.put is not None and m.put.sizes is None and m.put.number for m in members)
-    return not unknown or c.descriptor.told
+    return not unknown or c.descriptor.states_global_bytes
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def derive_spread(
     Returns:
         The partition, and the index of the first row of the local shard.
     """
-    found, row = derive("spread", [partition], [begin, step, size], size, mesh)
+    found, row = derive("inverse_slice", [partition], [begin, step, size], size, mesh)
     return (found.with_provenance(unpadded=(partition, begin)) if step == 1 else found), row
 
 
@@ -87,7 +87,7 @@ def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
         for of_input in compat.inputs_noted(_name(partition, mesh)):
             if of_input.kind == "chunk" or of_input.guard_chunked():
                 return compat.retrace([of_input.trace.local_size])[0]  # type: ignore[no-any-return]
-    shard = derive("located", [replace(partition, num_segments=1)], [], partition.size, mesh)[0].trace.local_size
+    shard = derive("offset", [replace(partition, num_segments=1)], [], partition.size, mesh)[0].trace.local_size
     if shard is None:  # the shards of a dim without rows are static
         return 0
     return shard

@@ -23,7 +23,7 @@ from shardcompile.collectives.arguments import A, Signature
 from shardcompile.collectives.pending import Pending
 from shardcompile.collectives.traffic import Load, Member, Traffic, nbytes_of
 from shardcompile.diagnosis import Call
-from shardcompile.sharding import GroupPartition, carrier_of
+from shardcompile.sharding import GroupPartition, transfer_dtype_of
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 
@@ -81,7 +81,7 @@ class Descriptor(Generic[A]):
         communicates: whether it sends anything.
         of_one_rank: whether a graph knows only what this rank puts in. The traffic is then estimated as if all ranks
             put in as much.
-        told: whether the bytes of the global tensor follow from its arguments, not the payload's alone.
+        states_global_bytes: whether the bytes of the global tensor follow from its arguments, not the payload's alone.
         moves_rows: whether rows move from one rank to others.
         as_integers: whether it only copies elements, so that elements of dtypes that few kernels support can travel as
             integers.
@@ -104,7 +104,7 @@ class Descriptor(Generic[A]):
     states: tuple[str, ...] = ()
     communicates: bool = True
     of_one_rank: bool = False
-    told: bool = False
+    states_global_bytes: bool = False
     moves_rows: bool = True
     as_integers: bool = False
     returns: str = "Tensor"
@@ -249,10 +249,10 @@ def _carried(run: Callable[[A], Tensor]) -> Callable[[A], Tensor]:
 
     def start(arguments: A) -> Tensor:
         payload: Tensor = arguments[0]
-        carrier = carrier_of(payload.dtype)
-        if carrier is payload.dtype:
+        transfer_dtype = transfer_dtype_of(payload.dtype)
+        if transfer_dtype is payload.dtype:
             return run(arguments)
-        return run(type(arguments)(payload.view(carrier), *arguments[1:])).view(payload.dtype)
+        return run(type(arguments)(payload.view(transfer_dtype), *arguments[1:])).view(payload.dtype)
 
     return start
 

@@ -296,7 +296,7 @@ FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     source=lambda a: (a.total, a.src),
     joins=JOINS,
     states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-    told=True,
+    states_global_bytes=True,
     as_integers=True,
 )
 
@@ -312,5 +312,5 @@ RETURN_RANGES: Descriptor[Ranges] = Descriptor(
     source=lambda a: (a.total, a.src),
     joins=JOINS,
     states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-    told=True,
+    states_global_bytes=True,
 )

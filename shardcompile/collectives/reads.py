@@ -90,13 +90,13 @@ class Reads:
         if same and w.before == 0:
             return Reads(dim, held, held, window, shard_size(held, mesh), mesh)
         known, shift = (held, w.shift) if same else _partition_and_shift(held, count, window, mesh)
-        partition, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, shift], count, mesh)
+        partition, rows = derive("window", [held], [count, w.num, w.den, w.before, w.after, shift], count, mesh)
         return Reads(dim, held, partition if known is None else known, window, rows, mesh)
 
     @property
     def first(self) -> IntLike:
         """Index of this rank's first row of the result."""
-        return derive("located", [self.partition], [], self.partition.size, self.mesh)[1]
+        return derive("offset", [self.partition], [], self.partition.size, self.mesh)[1]
 
     @property
     def count(self) -> IntLike:

@@ -92,9 +92,11 @@ class Ring:
     def shard(self, by: int) -> tuple[IntLike, IntLike]:
         """Returns the size and the first global row of the shard that this rank gets from `by` positions before it."""
         if by == 0:
-            first = derive("located", [self._partition], [], self._partition.size, self._mesh)[1]
+            first = derive("offset", [self._partition], [], self._partition.size, self._mesh)[1]
             return shard_size(self._partition, self._mesh), first
-        shifted, first = derive("shifted", [self._partition], [by, int(self._around)], self._partition.size, self._mesh)
+        shifted, first = derive(
+            "ring_shift", [self._partition], [by, int(self._around)], self._partition.size, self._mesh
+        )
         size = shard_size(shifted, self._mesh)
         compat.suggest_hint(size, -(-compat.size_hint(self._partition.size) // self.ranks))
         return size, first
@@ -176,7 +178,7 @@ def _fetched(a: RingStep, side: GroupShards) -> GroupShards:
     """Returns the shards after a step: the sizes by the rank that fetched them, not by their owner."""
     if side.sizes is None:
         return side
-    return replace(side, sizes=DERIVATIONS["shifted"]([side.sizes], a.by, a.around)[0])
+    return replace(side, sizes=DERIVATIONS["ring_shift"]([side.sizes], a.by, a.around)[0])
 
 
 def _members(a: RingStep, n: int | None, *, back: bool) -> list[Member]:
@@ -223,7 +225,7 @@ FETCH_SHARD: Descriptor[RingStep] = Descriptor(
     whole=_whole,
     source=lambda a: (a.total, a.partition),
     states=("by", "shard sizes", "other sizes"),
-    told=True,
+    states_global_bytes=True,
 )
 
 RETURN_SHARD: Descriptor[RingStep] = Descriptor(
@@ -236,5 +238,5 @@ RETURN_SHARD: Descriptor[RingStep] = Descriptor(
     whole=_whole,
     source=lambda a: (a.total, a.partition),
     states=("by", "shard sizes", "other sizes"),
-    told=True,
+    states_global_bytes=True,
 )

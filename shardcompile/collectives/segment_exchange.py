@@ -175,7 +175,7 @@ REGROUP_ROWS: Descriptor[Regroup] = Descriptor(
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
     states=("dim", "shard sizes", "to shard sizes", "segments held", "segments wanted", "other sizes"),
-    told=True,
+    states_global_bytes=True,
     as_integers=True,
 )
 
@@ -190,7 +190,7 @@ def global_indices(partition: Partition, mesh: DeviceMesh, device: torch.device)
     """
     dim_size: Any = partition.size
     size: Any = shard_size(partition, mesh)
-    first: Any = derive("located", [with_one_segment(partition)], [], dim_size, mesh)[1]
+    first: Any = derive("offset", [with_one_segment(partition)], [], dim_size, mesh)[1]
     segments: Any = partition.num_segments
     if compat.is_one(segments):
         return torch.arange(size, device=device) + first

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.sharding import GroupPartition, carrier_of
+from shardcompile.sharding import GroupPartition, transfer_dtype_of
 
 
 def shards_of(total: int, dim: int, partition: GroupPartition, ranks: int, what: str) -> list[Range]:
@@ -54,10 +54,10 @@ def new_rows(x: Tensor, dim: int, size: Any) -> Tensor:
 
 def dense_copy(x: Tensor) -> Tensor:
     """Returns a contiguous copy, as integers for dtypes without copy kernels."""
-    carrier = carrier_of(x.dtype)
-    if carrier is x.dtype:
+    transfer_dtype = transfer_dtype_of(x.dtype)
+    if transfer_dtype is x.dtype:
         return x.clone(memory_format=torch.contiguous_format)
-    return x.view(carrier).clone(memory_format=torch.contiguous_format).view(x.dtype)
+    return x.view(transfer_dtype).clone(memory_format=torch.contiguous_format).view(x.dtype)
 
 
 def as_rows(flat: Tensor, x: Tensor, dim: int, size: int) -> Tensor:

@@ -77,7 +77,7 @@ def top_rows(
     """
     (mesh_dim,) = partition.mesh_dims
     group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
-    first: Any = derive("located", [partition], [], partition.size, mesh)[1]
+    first: Any = derive("offset", [partition], [], partition.size, mesh)[1]
     rows, order = shard.sort(dim=dim, stable=True, descending=largest)
     pad_shape = [count if d == dim else n for d, n in enumerate(shard.shape)]
     rows = torch.cat([rows, rows.new_zeros(pad_shape)], dim).narrow(dim, 0, count)

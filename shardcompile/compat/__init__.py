@@ -63,7 +63,6 @@ from shardcompile.compat.sizes import (
     guard_or_false,
     has_no_hint,
     is_one,
-    is_settled,
     is_specialised,
     is_unbacked,
     quotient,
@@ -71,6 +70,7 @@ from shardcompile.compat.sizes import (
     specialise,
     statically_known_true,
     suggest_hint,
+    was_specialised,
 )
 from shardcompile.compat.symbols import (
     from_first_symbols,
@@ -176,7 +176,6 @@ __all__ = [
     "is_fake_outside_traces",
     "is_new_zeros",
     "is_one",
-    "is_settled",
     "is_specialised",
     "is_traced",
     "is_transforming",
@@ -228,6 +227,7 @@ __all__ = [
     "torch_compares_memory",
     "trace_size_obliviously",
     "unrecorded_symbols",
+    "was_specialised",
     "with_dispatch",
     "without_base",
     "without_guards",

@@ -68,18 +68,18 @@ def specialise(size: object, number: int) -> None:
     env.backed_var_to_val[symbol] = value  # 2.12 - 2.15; `var_to_val` before
     env.size_like.discard(symbol)  # a symbol that is size-like may not become 0 or 1; 2.11 - 2.15
     env._set_replacement(symbol, value, "the shard of a known partition")  # 2.11 - 2.15
-    _SETTLED.setdefault(env, set()).add(symbol)
+    _SPECIALISED.setdefault(env, set()).add(symbol)
 
 
-def is_settled(size: object) -> bool:
+def was_specialised(size: object) -> bool:
     """Whether `specialise` has made a size a number, rather than an op that took it for one."""
     if not isinstance(size, torch.SymInt):
         return False
-    settled = _SETTLED.get(size.node.shape_env, set())
+    settled = _SPECIALISED.get(size.node.shape_env, set())
     return all(symbol in settled for symbol in size.node._expr.free_symbols)  # 2.11 - 2.15
 
 
-_SETTLED: weakref.WeakKeyDictionary[Any, set[sympy.Symbol]] = weakref.WeakKeyDictionary()
+_SPECIALISED: weakref.WeakKeyDictionary[Any, set[sympy.Symbol]] = weakref.WeakKeyDictionary()
 """By trace, the symbols that `specialise` has replaced."""
 
 

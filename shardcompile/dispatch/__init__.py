@@ -5,8 +5,8 @@ It depends on ops only through their records, and on the class of sharded tensor
 
 from shardcompile.dispatch.engine import clear_cache as clear_cache
 from shardcompile.dispatch.engine import dispatch as dispatch
-from shardcompile.dispatch.engine import way_of as way_of
+from shardcompile.dispatch.engine import path_of as path_of
 from shardcompile.dispatch.handlers import Handlers as Handlers
 from shardcompile.ops import families
 
-__all__ = ["Handlers", "clear_cache", "dispatch", "families", "way_of"]
+__all__ = ["Handlers", "clear_cache", "dispatch", "families", "path_of"]

@@ -35,7 +35,7 @@ from shardcompile.ops.support.as_integers import moved_dtype, moves_as_integers
 from shardcompile.ops.support.gather_log import log_replicated
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.strides import may_misstate_strides
-from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
+from shardcompile.ops.view.segmented import any_segmented, on_contiguous_shards, view_on_contiguous_shards
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import QUANTIZED, Layout, Spec
 
@@ -115,12 +115,14 @@ def check_dtypes(request: Request) -> None:
 def unflatten_segments(request: Request) -> Entry | None:
     """Serves calls that need consecutive rows, on tensors whose shards have several segments."""
     op, decomposition = request.op, request.record.sharded
-    if not any_joined([*request.args, *request.kwargs.values()]) or not _needs_consecutive_rows(request):
+    if not any_segmented([*request.args, *request.kwargs.values()]) or not _needs_consecutive_rows(request):
         return None
-    in_view = Decomposed((view_of_neighbours if op.is_view else of_neighbours)(op), _last_resort_of(request))
-    if decomposition is None or decomposition.joined is None:
+    in_view = Decomposed(
+        (view_on_contiguous_shards if op.is_view else on_contiguous_shards)(op), _last_resort_of(request)
+    )
+    if decomposition is None or decomposition.segmented is None:
         return in_view
-    return Decomposed(decomposition.joined, lambda *_: in_view, _decomposition_strides(request, decomposition))
+    return Decomposed(decomposition.segmented, lambda *_: in_view, _decomposition_strides(request, decomposition))
 
 
 def run_required_decomposition(request: Request) -> Entry | None:
@@ -161,7 +163,7 @@ def run_torch_decomposition(request: Request) -> Entry | None:
     if composite is None:
         return None
     call = request.call
-    return _with_index_check(request, Decomposed(composite, lambda *_: fallback(call), way=_BY_TORCH))
+    return _with_index_check(request, Decomposed(composite, lambda *_: fallback(call), path=_BY_TORCH))
 
 
 def gather_inputs(request: Request) -> Entry:
@@ -218,7 +220,7 @@ def _needs_consecutive_rows(request: Request) -> bool:
     if record.sharded.always or record.rule is None:
         return True
     choice = choose(_layouts(request.call), record.rule.strategies_for(request.call), len(op._schema.returns))
-    return choice is None or choice.leaves_dims
+    return choice is None or choice.changes_sharded_dims
 
 
 def _decide_by_rule(request: Request, rule: Rule) -> Entry:
@@ -238,7 +240,7 @@ def _decide_by_rule(request: Request, rule: Rule) -> Entry:
         return entry
 
     if decomposition is None or not (
-        choice.leaves_dims or (decomposition.preferred is not None and decomposition.preferred(call))
+        choice.changes_sharded_dims or (decomposition.preferred is not None and decomposition.preferred(call))
     ):
         return as_chosen(request.args, request.kwargs)
     return Decomposed(decomposition.run, as_chosen, _decomposition_strides(request, decomposition))
@@ -410,7 +412,7 @@ def _decide_mutation(request: Request) -> Entry:
         return FunctionalWrite(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:
-        return Decomposed(composite, _last_resort_of(request), way=_BY_TORCH)
+        return Decomposed(composite, _last_resort_of(request), path=_BY_TORCH)
     if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional variant to run instead")
     return fallback(call)

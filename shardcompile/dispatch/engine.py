@@ -143,7 +143,7 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
             partition is not None
             and partition.is_traced
             and compat.is_specialised(partition.trace.local_size)
-            and not _is_settled(partition)
+            and not _is_known_static(partition)
         ):
             raise UnsupportedOpError(
                 f"{op} cannot be compiled on a shard whose size is not known beforehand: it takes the size of dim "
@@ -152,17 +152,17 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
             )
 
 
-def _is_settled(partition: Partition) -> bool:
+def _is_known_static(partition: Partition) -> bool:
     """Whether guards of the trace have established that a partition equals a static one."""
     trace = partition.trace
-    return compat.is_settled(trace.local_size) or (
+    return compat.was_specialised(trace.local_size) or (
         partition.kind == "dynamic" and (isinstance(trace.key, int) or compat.is_specialised(trace.key))
     )
 
 
-def way_of(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+def path_of(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
     """Describes how dispatch would run a call, without running it."""
-    return decide(cls, op, args, kwargs).way
+    return decide(cls, op, args, kwargs).path
 
 
 compat.forget_with_world(clear_cache)

@@ -61,7 +61,7 @@ class Gathered(Entry):
         annotate: whether the nodes of the collectives are annotated with this op, for reports.
     """
 
-    way = "on full tensors"
+    path = "on full tensors"
 
     def __init__(
         self, op: OpOverload, plans: Sequence[RedistributionPlan], like: Layout, annotate: bool = True

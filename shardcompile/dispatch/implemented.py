@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.ops import OpRecord
-from shardcompile.ops.support.copied_views import shard_as_held
+from shardcompile.ops.support.copied_views import stored_shard
 from shardcompile.ops.support.global_meta import tensors_of
 from shardcompile.sharded import Sharded
 
@@ -62,7 +62,7 @@ def refuse_on_all_ranks(record: OpRecord, args: Sequence[object], kwargs: Mappin
 
 def _is_empty_somewhere(x: Tensor) -> bool:
     """Whether some rank has an empty shard of a tensor that is not empty."""
-    if not isinstance(x, Sharded) or x._spec.layout.is_traced or type(shard_as_held(x)) is not Tensor:
+    if not isinstance(x, Sharded) or x._spec.layout.is_traced or type(stored_shard(x)) is not Tensor:
         return False
     return 0 not in x.shape and any(c is not None and 0 in c.sizes for c in x._spec.layout.partitions)
 

@@ -104,7 +104,7 @@ def _copy_overlapping(shards: list[object]) -> list[object]:
 class InPlaceView(Entry):
     """Runs an op that turns its argument into a view of itself, e.g. ``transpose_``."""
 
-    way = "the op that is not in place, then taken over"
+    path = "the op that is not in place, then taken over"
 
     def __init__(self, op: OpOverload, functional: Run) -> None:
         self.op = op
@@ -146,7 +146,7 @@ class InPlaceView(Entry):
 class FunctionalWrite(Entry):
     """Runs the functional variant of an op, then copies its results to the arguments that the op writes to."""
 
-    way = "the op that is not in place, then a copy"
+    path = "the op that is not in place, then a copy"
 
     def __init__(self, op: OpOverload, functional: OpOverload, mutated: list[int | str]) -> None:
         self.op = op

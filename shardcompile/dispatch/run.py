@@ -36,11 +36,11 @@ class Entry:
     """A cached decision, which runs a call.
 
     Attributes:
-        way: a description of how the call runs, for reports.
+        path: a description of how the call runs, for reports.
         specs_by_id: the specs whose ids are part of the cache key, kept alive as long as the entry.
     """
 
-    way = "on local shards"
+    path = "on local shards"
     specs_by_id: Sequence[Spec] = ()
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -56,7 +56,7 @@ class Decomposed(Entry):
             of torch's decompositions do, or raises. It is cached with the entry, so it must not keep the arguments of
             the first call alive.
         strides: the strides of the op's results; empty if they are data-dependent, or if the results are views.
-        way: as in `Entry`.
+        path: as in `Entry`.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Decomposed(Entry):
         function: Callable[..., object],
         otherwise: Callable[[tuple[object, ...], dict[str, object]], Entry],
         strides: Strides = (),
-        way: str = "its sharded decomposition",
+        path: str = "its sharded decomposition",
     ) -> None:
-        self.way = way
+        self.path = path
         self.function = function
         self.otherwise = otherwise
         self.strides = strides
@@ -113,7 +113,7 @@ class IndexChecked(Entry):
     def __init__(self, record: OpRecord, entry: Entry) -> None:
         self.record = record
         self.entry = entry
-        self.way = entry.way
+        self.path = entry.path
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         check_indices(cls, self.record, args, kwargs)

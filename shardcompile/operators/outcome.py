@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch import way_of
+from shardcompile.dispatch import path_of
 from shardcompile.errors import ShardError
 from shardcompile.operators.examples import Example
 from shardcompile.sharded import Sharded
@@ -31,14 +31,14 @@ class Outcome:
     Attributes:
         partition: which tensors were sharded, and along which dim, such as ``self along dim 0``.
         how: one of `shardcompile.testing.watch.SERVICES`, or ``refused``.
-        way: the path of dispatch, see `shardcompile.dispatch.way_of`.
+        path: the path of dispatch, see `shardcompile.dispatch.path_of`.
         result: the placement of the first result.
         error: the error that refused the call.
     """
 
     partition: str
     how: str
-    way: str = ""
+    path: str = ""
     result: str = ""
     error: str = ""
 
@@ -95,12 +95,12 @@ def _observe(op: OpOverload, example: Example, partition: str, dims: Sequence[in
     numel = min((x.numel() for (_, x), dim in zip(example.tensors, dims, strict=True) if dim is not None), default=1)
     with torch.no_grad():
         try:
-            way = way_of(ShardTensor, op, args, {})
+            path = path_of(ShardTensor, op, args, {})
             with ServiceWatch(numel) as watch:
                 out = op(*args)
         except (ShardError, RuntimeError, ValueError, NotImplementedError, IndexError) as error:
             return Outcome(partition, "refused", error=f"{type(error).__name__}: {error}")
-    return Outcome(partition, watch.how(), way, _describe(out))
+    return Outcome(partition, watch.how(), path, _describe(out))
 
 
 def _describe(out: object) -> str:

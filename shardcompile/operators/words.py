@@ -203,10 +203,10 @@ def _outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
     width = max(len(s.partition) for s in outcomes)
     for s in outcomes:
         result = f"; the result is {s.result}" if s.result else ""
-        way = f", by {s.way}" if s.way.startswith(("its", "torch")) else f", {s.way}" if s.way else ""
+        path = f", by {s.path}" if s.path.startswith(("its", "torch")) else f", {s.path}" if s.path else ""
         # The decomposition was tried first, but does not serve this call.
-        way = "" if s.how == "gathered" and s.way == "its sharded decomposition" else way
-        yield f"  {s.partition:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
+        path = "" if s.how == "gathered" and s.path == "its sharded decomposition" else path
+        yield f"  {s.partition:<{width}}  {HOW[s.how]}{path}{result}{s.error and ': ' + s.error}"
 
 
 def _strategy_lines(record: OpRecord, example: Example) -> list[str]:

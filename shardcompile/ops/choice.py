@@ -76,7 +76,7 @@ class Choice:
         return any(p.communicates for p in self.plans)
 
     @property
-    def leaves_dims(self) -> bool:
+    def changes_sharded_dims(self) -> bool:
         """Whether the plans communicate for more than to change shard sizes of dims that are sharded already."""
         return any(s.kind not in _SAME_DIM_STEPS for p in self.plans for s in p.steps)
 

@@ -90,7 +90,7 @@ class ShardedDecomposition:
         stored: which results get the strides that the op itself would give them; the others keep the strides with which
             `run` returns them.
         preferred: tells for a call whether it uses the decomposition even where the rule does not communicate.
-        joined: the decomposition for tensors whose sharded dim was flattened together with leading dims, so that a
+        segmented: the decomposition for tensors whose sharded dim was flattened together with leading dims, so that a
             local shard consists of several segments; returns `NotServed` for calls that need contiguous shards.
     """
 
@@ -98,7 +98,7 @@ class ShardedDecomposition:
     always: bool = False
     stored: Literal["all", "first", "none"] = "all"
     preferred: Callable[[OpCall], bool] | None = None
-    joined: Run | None = None
+    segmented: Run | None = None
 
 
 def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> ShardedDecomposition:

@@ -93,7 +93,7 @@ def _on_shards(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, ca
         features = k.shape[-1]
         rows, first_key = fetch_reached(torch.cat([k, v], -1), ends, causal, partition, mesh)
         k, v = rows[..., :features], rows[..., features:]
-        first = derive("located", [partition], [], partition.size, mesh)[1]
+        first = derive("offset", [partition], [], partition.size, mesh)[1]
     out = attend_documents(q, k, v, ends, layout.shape[0], first, first_key, causal, scale)[0]
     shape = (*layout.shape[:2], value.shape[2])
     return wrapped(out, Layout.of(mesh, layout.placements, shape, out.dtype, layout.partitions))

@@ -110,7 +110,7 @@ class _DimHalo:
         if self.fill is not None:
             shard: Any = shard_size(self.partition, self.mesh)
             return self.before + shard + self.after  # type: ignore[no-any-return]
-        return derive("around", [self.partition], [self.before, self.after], self.partition.size, self.mesh)[1]
+        return derive("halo", [self.partition], [self.before, self.after], self.partition.size, self.mesh)[1]
 
     @property
     def rows_before(self) -> IntLike:
@@ -119,7 +119,7 @@ class _DimHalo:
             return self.before
         if self.partition is None:
             return 0
-        return derive("ahead", [self.partition], [self.before], self.partition.size, self.mesh)[1]
+        return derive("rows_before", [self.partition], [self.before], self.partition.size, self.mesh)[1]
 
     def extend(self, x: Tensor) -> Tensor:
         """Returns a shard with its halo along this dim."""
@@ -136,7 +136,7 @@ class _DimHalo:
             exchange = HaloExchange(x, self.dim, self.before, self.after, size, extended_size, held, group_name)
             return FETCH_HALO.start(exchange).wait()
         window = [size, 1, 1, self.before, self.after]
-        derivation, arguments = ("within", window[3:]) if self.fill is None else ("reading", [*window, 0])
+        derivation, arguments = ("nonempty_halo", window[3:]) if self.fill is None else ("window", [*window, 0])
         fetched = derive(derivation, [self.partition], arguments, size, self.mesh)[1]
         partition = write_partition(held)
         flat = torch.ops.shardcompile.fetch_ranges(

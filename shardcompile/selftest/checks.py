@@ -25,7 +25,7 @@ import shardcompile as sc
 from shardcompile.collectives import all_gather_v, all_reduce, all_to_all_v, fetch_ranges, reduce_scatter_v
 from shardcompile.collectives.transport import transport_of
 from shardcompile.collectives.transport.nccl import Nccl
-from shardcompile.collectives.transport.nccl_algorithms import Way, costs_to_gather, costs_to_reduce
+from shardcompile.collectives.transport.nccl_algorithms import Algorithm, costs_to_gather, costs_to_reduce
 from shardcompile.inspect.offline import trace_offline
 from shardcompile.selftest.environment import Environment, same
 from shardcompile.testing import assert_matches_single_device
@@ -94,7 +94,7 @@ def speed_of_gathers(env: Environment) -> str:
     return f"{rows * 256 / 2**20:.0f} MiB: {ours / torchs:.2f} of an even gather, {ours * 1e3:.2f} ms"
 
 
-def ways_of_nccl(env: Environment) -> str:
+def nccl_algorithms(env: Environment) -> str:
     """Checks every algorithm of the NCCL transport for gathers and reductions, and compares its time with its cost.
 
     One rank holds most rows.
@@ -117,7 +117,7 @@ def ways_of_nccl(env: Environment) -> str:
             for transport.fixed in costs:
                 same(call(), wanted)  # type: ignore[arg-type]
                 seconds[transport.fixed] = env.seconds(call)
-            sends, expected = seconds[Way.SENDS], costs[Way.SENDS]
+            sends, expected = seconds[Algorithm.SENDS], costs[Algorithm.SENDS]
             rows = [f"{w.name.lower()} {s / sends:.2f} ({costs[w] / expected:.2f})" for w, s in seconds.items()]
             measured.append(f"{what}: {', '.join(rows)}; sends {sends * 1e3:.2f} ms")
     finally:
@@ -391,7 +391,7 @@ CHECKS: dict[str, Callable[[Environment], str]] = {
     "collectives: reductions": reductions,
     "collectives: exchanges": exchanges,
     "collectives: speed": speed_of_gathers,
-    "collectives: ways": ways_of_nccl,
+    "collectives: algorithms": nccl_algorithms,
     "redistribution": redistribution,
     "ops": ops,
     "ops: half precision": half_precision,

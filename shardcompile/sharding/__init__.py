@@ -11,10 +11,10 @@ from shardcompile.sharding.codec import write_partition as write_partition
 from shardcompile.sharding.codec import write_partitions as write_partitions
 from shardcompile.sharding.codec import write_plain as write_plain
 from shardcompile.sharding.codec import write_sizes as write_sizes
-from shardcompile.sharding.derived import DERIVATIONS as DERIVATIONS
+from shardcompile.sharding.derivations import DERIVATIONS as DERIVATIONS
 from shardcompile.sharding.dtypes import QUANTIZED as QUANTIZED
-from shardcompile.sharding.dtypes import carrier_of as carrier_of
 from shardcompile.sharding.dtypes import is_ordinary as is_ordinary
+from shardcompile.sharding.dtypes import transfer_dtype_of as transfer_dtype_of
 from shardcompile.sharding.layout import Layout as Layout
 from shardcompile.sharding.layout import cached_for_layouts as cached_for_layouts
 from shardcompile.sharding.layout import normalize_placements as normalize_placements

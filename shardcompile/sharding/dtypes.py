@@ -28,6 +28,6 @@ def is_ordinary(dtype: torch.dtype) -> bool:
     return dtype in _ORDINARY
 
 
-def carrier_of(dtype: torch.dtype) -> torch.dtype:
+def transfer_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which elements are sent: an integer view of the same memory where kernels lack support."""
     return dtype if dtype in _ORDINARY - _FEW_KERNELS else _INTEGERS[dtype.itemsize]

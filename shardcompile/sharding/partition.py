@@ -51,14 +51,14 @@ class TraceState:
         scale: the number of elements of the dim per element of `key`'s sizes; more than 1 if trailing dims were
             flattened into the dim. While tracing it may be symbolic, like the sizes of those dims.
         local_size: while tracing, the size of this rank's local shard, if the trace has a symbol for it.
-        carrier: while tracing, the tensor whose shape carries the key into the graph; ignored by comparisons.
+        keys_tensor: while tracing, the tensor whose shape carries the key into the graph; ignored by comparisons.
     """
 
     key: IntLike = CHUNK_KEY
     coarsening: int = 1
     scale: IntLike = 1
     local_size: IntLike | None = None
-    carrier: object = field(default=None, compare=False, repr=False)
+    keys_tensor: object = field(default=None, compare=False, repr=False)
 
 
 CHUNKED = TraceState()

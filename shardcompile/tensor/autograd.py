@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 from shardcompile.dispatch.calls import replicated_spec
 from shardcompile.errors import LayoutError, RedistributeError
 from shardcompile.ops.support.strides import in_order
-from shardcompile.ops.view.joined import layout_in_one_piece
+from shardcompile.ops.view.segmented import layout_with_contiguous_shards
 from shardcompile.planning import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
@@ -66,10 +66,10 @@ def redistributed(x: S, layout: Layout, async_op: bool = False, backward_dtype: 
     return Redistribute.apply(x, layout, async_op, backward_dtype)
 
 
-def in_one_piece(x: S) -> S:
+def with_contiguous_shards(x: S) -> S:
     """Redistributes `x` so that each shard is one segment of rows, differentiably; returns `x` itself if it is so."""
     layout = x._spec.layout
-    return redistributed(x, layout_in_one_piece(layout)) if has_segments(layout) else x
+    return redistributed(x, layout_with_contiguous_shards(layout)) if has_segments(layout) else x
 
 
 def _resolve(x: Tensor) -> Tensor:

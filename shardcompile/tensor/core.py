@@ -16,7 +16,7 @@ from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
-from shardcompile.ops.view.joined import layout_in_one_piece
+from shardcompile.ops.view.segmented import layout_with_contiguous_shards
 from shardcompile.planning import target_layout
 from shardcompile.sharding import Layout, Spec, contiguous_stride, has_segments, normalize_placements
 from shardcompile.tensor import checkpoint, construct, promotion
@@ -35,8 +35,8 @@ from shardcompile.tensor.autograd import (
     Redistribute,
     ToLocal,
     gradient_layout,
-    in_one_piece,
     redistributed,
+    with_contiguous_shards,
 )
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.memory import data_ptr, explain_read, untyped_storage
@@ -196,7 +196,9 @@ class ShardTensor(Traced):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {layout.describe()} to {list(wanted)}")
         partitions = construct.stated_partitions(layout, wanted, sharding_shapes, fixed=layout.is_traced)
-        return redistributed(in_one_piece(self), target_layout(layout, wanted, partitions), async_op, backward_dtype)
+        return redistributed(
+            with_contiguous_shards(self), target_layout(layout, wanted, partitions), async_op, backward_dtype
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Returns the local shard of this rank. Differentiable.
@@ -216,7 +218,7 @@ class ShardTensor(Traced):
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
         grad_layout = None if grad_placements is None else gradient_layout(layout, grad_placements)
-        return ToLocal.apply(in_one_piece(self), grad_layout)
+        return ToLocal.apply(with_contiguous_shards(self), grad_layout)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Returns the full tensor as a plain one, on every rank. Differentiable.
@@ -253,7 +255,7 @@ class ShardTensor(Traced):
                     f"First redistribute(sharding_shapes={{{partition.mesh_dims[-1]}: "
                     f"{list(chunk.sizes if chunk else ())}}})"
                 )
-        local = ToLocal.apply(in_one_piece(self), None)
+        local = ToLocal.apply(with_contiguous_shards(self), None)
         return DTensor.from_local(
             local, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
@@ -263,7 +265,7 @@ class ShardTensor(Traced):
     @property
     def sharding(self) -> Layout:
         """The layout: mesh, placements, global shape, dtype and all shard sizes."""
-        return layout_in_one_piece(self._spec.layout)
+        return layout_with_contiguous_shards(self._spec.layout)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -314,7 +316,7 @@ class ShardTensor(Traced):
         layout, local = self._spec.layout, self.__dict__.get("_local_tensor")
         segments = "" if not has_segments(layout) else ", in segments"
         if not layout.is_traced:  # in a trace the graph would get nodes
-            layout = layout_in_one_piece(layout)
+            layout = layout_with_contiguous_shards(layout)
         # repr neither waits for a collective in flight, nor asks for the rank while tracing.
         if local is None or (segments and not layout.is_traced):
             shard = layout.local_shape(compat.coordinate(layout.mesh))

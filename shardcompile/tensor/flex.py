@@ -153,7 +153,7 @@ def _global_indices(layout: Layout, dim: int, num_rows: IntLike) -> Tensor:
     partition = layout.partitions[dim]
     if partition is None:
         return indices  # type: ignore[no-any-return]
-    first = derive("located", [partition], [], partition.size, layout.mesh)[1]
+    first = derive("offset", [partition], [], partition.size, layout.mesh)[1]
     return (indices + first).clamp(max=partition.size - 1)  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from shardcompile.ops import state_function, state_named_function
 from shardcompile.sharded import Sharded
 from shardcompile.tensor import flex, masks
 from shardcompile.tensor.arguments import align_gradient
-from shardcompile.tensor.autograd import in_one_piece
+from shardcompile.tensor.autograd import with_contiguous_shards
 from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.einsum import einsum
@@ -190,7 +190,7 @@ def _in_one_segment(run: Callable[..., object]) -> Callable[..., object]:
     """
 
     def wrapper(func: object, *args: object, **kwargs: object) -> object:
-        args, kwargs = torch.utils._pytree.tree_map_only(ShardTensor, in_one_piece, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map_only(ShardTensor, with_contiguous_shards, (args, kwargs))
         return run(func, *args, **kwargs)
 
     return wrapper

@@ -13,7 +13,7 @@ from shardcompile.ops.view.rows import moved
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import Layout, trace_key
 from shardcompile.tensor.aligned_rows import wrapped
-from shardcompile.tensor.autograd import Promote, ToLocal, in_one_piece, redistributed
+from shardcompile.tensor.autograd import Promote, ToLocal, redistributed, with_contiguous_shards
 from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.kept_rows import KeptRows, can_be_ordered, kept_rows
 
@@ -58,7 +58,7 @@ class Masked(NamedTuple):
 
 def on_mesh(x: Tensor, mesh: DeviceMesh) -> Sharded:
     """Returns a sharded tensor whose shards are one segment of rows each; a plain tensor becomes a replicated one."""
-    return in_one_piece(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
+    return with_contiguous_shards(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
 
 
 def masked_rows(x: Tensor, mask: Tensor, dim: int, keep: bool = True) -> Masked:

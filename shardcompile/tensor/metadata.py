@@ -131,7 +131,7 @@ def is_stated_by(layout: Layout, metadata: Metadata) -> bool:
     return metadata_of(layout, metadata.copied) is stated
 
 
-def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bool = False) -> Tensor:
+def make_keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bool = False) -> Tensor:
     """Returns an empty tensor whose shape carries the keys of the dynamic partitions into a graph.
 
     The first size is 0 and the strides are 0, so that the storage size does not overflow. While tracing, a tensor that
@@ -144,15 +144,15 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_sizes: bo
     shape = [*keys, *symbols]
     if with_sizes or any(compat.is_unbacked(p.size) for p in partitions):
         shape = [*keys, *(p.size for p in partitions), *symbols]
-    carrier = partitions[0].trace.carrier if partitions else None
+    keys_tensor = partitions[0].trace.keys_tensor if partitions else None
     if (
-        isinstance(carrier, Tensor)
-        and carrier.ndim == 1 + len(shape)
-        and all(p.trace.carrier is carrier for p in partitions)
+        isinstance(keys_tensor, Tensor)
+        and keys_tensor.ndim == 1 + len(shape)
+        and all(p.trace.keys_tensor is keys_tensor for p in partitions)
     ):
-        carried = [*carrier.shape[1 : 1 + len(keys)], *carrier.shape[carrier.ndim - len(symbols) :]]
+        carried = [*keys_tensor.shape[1 : 1 + len(keys)], *keys_tensor.shape[keys_tensor.ndim - len(symbols) :]]
         if all(compat.statically_known_true(a == b) for a, b in zip(carried, [*keys, *symbols], strict=True)):
-            return carrier
+            return keys_tensor
     return like.new_empty_strided([0, *shape], [0] * (1 + len(shape)), dtype=torch.uint8)
 
 
@@ -162,13 +162,13 @@ compat.forget_with_world(_RUNTIME_SPECS.clear)
 
 
 def spec_from_parts(
-    metadata: Metadata, local: Tensor, carrier: Tensor | None, shape: Sequence[IntLike], stride: Sequence[IntLike]
+    metadata: Metadata, local: Tensor, keys_tensor: Tensor | None, shape: Sequence[IntLike], stride: Sequence[IntLike]
 ) -> Spec:
     """Returns the spec of an unflattened tensor: at run time with shard sizes looked up by key, else with symbols."""
     shape, stride = tuple(shape), tuple(stride)
-    keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
+    keys = () if keys_tensor is None else tuple(keys_tensor.shape[1 : 1 + len(metadata.dynamic_dims)])
     num_symbols = sum(part.num_symbols for part in metadata.partitions)
-    symbols = () if carrier is None or not num_symbols else tuple(carrier.shape[-num_symbols:])
+    symbols = () if keys_tensor is None or not num_symbols else tuple(keys_tensor.shape[-num_symbols:])
     # The local shape is checked as well: a global size may be a constant while the shard size is still a symbol.
     is_static = all(type(s) is int for s in (*keys, *symbols, *shape, *stride, *local.shape))
     if is_static:
@@ -183,7 +183,7 @@ def spec_from_parts(
         dim, parts = part.dim, [metadata.mesh.shape[m] for m in part.mesh_dims]
         partition = part.partition(parts, shape[dim], key_of_dim.get(dim, 0), local.shape[dim])
         note_partition(partition, metadata.mesh)
-        partitions[dim] = partition.with_trace(carrier=carrier) if partition.is_traced else partition
+        partitions[dim] = partition.with_trace(keys_tensor=keys_tensor) if partition.is_traced else partition
     spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, partitions), stride)
     if is_static:
         if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:

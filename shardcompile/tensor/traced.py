@@ -23,7 +23,7 @@ from shardcompile.tensor.metadata import (
     as_stated_by,
     gaps_along_partitions,
     is_stated_by,
-    keys_tensor,
+    make_keys_tensor,
     metadata_of,
     of_input,
     shard_hints,
@@ -99,7 +99,7 @@ class Traced(Sharded):
         layout = self._spec.layout
         metadata = metadata_of(layout)
         if metadata.has_keys:
-            self._keys = keys_tensor(layout, metadata, self._local_tensor)
+            self._keys = make_keys_tensor(layout, metadata, self._local_tensor)
 
     def _stand_in(self) -> Self:
         """Returns another wrapper of the same local shard."""
@@ -190,7 +190,7 @@ class Traced(Sharded):
             compat.give_storage(self)
         if is_real and metadata.dynamic_dims and self._keys is None:
             with compat.outside_transforms():
-                self._keys = keys_tensor(layout, metadata, self._local_tensor)
+                self._keys = make_keys_tensor(layout, metadata, self._local_tensor)
         return _inner_names(metadata), metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
@@ -215,7 +215,7 @@ class Traced(Sharded):
     def _partition_keys(self) -> Tensor:
         if self._keys is None:
             layout = self._layout_in_graphs
-            keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_sizes=self._holds_values)
+            keys = make_keys_tensor(layout, metadata_of(layout), self._local_tensor, with_sizes=self._holds_values)
             if self._holds_values:
                 return keys  # a graph of Dynamo that runs uncompiled reads the data-dependent sizes here
             self._keys = keys
@@ -330,7 +330,7 @@ class Traced(Sharded):
         out = redistributed(self, layout)
         out = out._stand_in() if out is self else out
         if metadata.has_keys:
-            out._keys = keys_tensor(expected, metadata, out._local_tensor)
+            out._keys = make_keys_tensor(expected, metadata, out._local_tensor)
         out._flat, out._flat_as_static = (_inner_names(metadata), metadata), out._is_static
         return out
 

@@ -17,7 +17,7 @@ from shardcompile.ops.view.rows import first_row, has_static_sizes, positions
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, is_sharded_once
 from shardcompile.tensor.aligned_rows import one_or_all, wrapped
-from shardcompile.tensor.autograd import in_one_piece
+from shardcompile.tensor.autograd import with_contiguous_shards
 from shardcompile.tensor.kept_rows import kept_rows
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any,
         values, inverse_indices, value_counts = op(flat, *[True] * by_order, inverse, counts)
         return values, *([inverse_indices.view(x.shape)] if inverse else []), *([value_counts] if counts else [])
     with compat.unrecorded_symbols(x._local_tensor):
-        rows, order = aten.sort.stable(flat, stable=True) if by_order else (in_one_piece(flat), None)
+        rows, order = aten.sort.stable(flat, stable=True) if by_order else (with_contiguous_shards(flat), None)
         layout = rows._spec.layout
         previous = aten.roll.default(rows, [1], [0])
         start: Any = first_row(layout.partition_of(0), layout)

@@ -55,7 +55,7 @@ def uneven_sizes(size: int, parts: int, style: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Way:
+class InputLayout:
     """The layout of one input: its placements, and the style of its partitions (see `uneven_sizes`)."""
 
     placements: tuple[Placement, ...]

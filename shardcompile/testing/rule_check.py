@@ -18,7 +18,15 @@ from shardcompile import compat
 from shardcompile.compat.testing import tree_flatten, tree_unflatten
 from shardcompile.testing.agreement import CheckFailed, Failure, RanksFailedError, agree_on_use, together, usage_error
 from shardcompile.testing.arguments import digest
-from shardcompile.testing.arrange import CHUNK, Way, describe, lay_out, seed_of, sizes_in_style, with_bits_to_spare
+from shardcompile.testing.arrange import (
+    CHUNK,
+    InputLayout,
+    describe,
+    lay_out,
+    seed_of,
+    sizes_in_style,
+    with_bits_to_spare,
+)
 from shardcompile.testing.compare import Tolerances, tolerances
 from shardcompile.testing.current import default_mesh
 from shardcompile.testing.trial import Outcome, Trial, differences
@@ -147,7 +155,7 @@ def check_rule(
     left_out = 0
     for number, case in enumerate(cases):
         expected = together(f"{case.name}, on plain tensors", case.plain, error=usage_error)
-        layouts, more = _ways(case.tensors, limit, seed_of(case.name))
+        layouts, more = _input_layouts(case.tensors, limit, seed_of(case.name))
         left_out += more
         runs += [_run_in_layouts(number, case, each, expected, allowed) for each in layouts]
     report = RuleReport(name, mesh.size(), tuple(runs), left_out)
@@ -195,7 +203,7 @@ class _Case:
         trial = Trial.forward(self._run, [self._leaf(x.clone()) for x in self.tensors])
         return self.backward(trial).outcome()
 
-    def sharded(self, layouts: Sequence[Way], watch: ServiceWatch) -> Trial:
+    def sharded(self, layouts: Sequence[InputLayout], watch: ServiceWatch) -> Trial:
         """Runs the forward pass of the op on tensors in these layouts.
 
         Raises:
@@ -215,12 +223,12 @@ class _Case:
         """Runs the backward pass, if it is to be compared."""
         return trial.backward(self.name) if self._backward else trial
 
-    def describe(self, layouts: Sequence[Way]) -> str:
+    def describe(self, layouts: Sequence[InputLayout]) -> str:
         """Describes the placements and shard sizes of all tensors."""
         return "; ".join(_with_sizes(x, w, self._mesh) for x, w in zip(self.tensors, layouts, strict=True))
 
 
-def _with_sizes(x: Tensor, layout: Way, mesh: DeviceMesh) -> str:
+def _with_sizes(x: Tensor, layout: InputLayout, mesh: DeviceMesh) -> str:
     (placement,) = layout.placements
     sizes = sizes_in_style(x.shape, mesh, layout.placements, layout.style).get(0)
     return describe([placement]) + ("" if sizes is None else f"[{','.join(map(str, sizes))}]")
@@ -241,7 +249,7 @@ def _digests(cases: Sequence[_Case]) -> str:
 
 
 def _run_in_layouts(
-    number: int, case: _Case, layouts: Sequence[Way], expected: Outcome, allowed: Tolerances
+    number: int, case: _Case, layouts: Sequence[InputLayout], expected: Outcome, allowed: Tolerances
 ) -> RuleRun:
     description = case.describe(layouts)
     stage = f"{case.name}, inputs {description}"
@@ -282,20 +290,20 @@ def _placements_of(x: Tensor) -> list[Placement]:
     return [*sharded, Replicate(), *([Partial("sum")] if summable else [])]
 
 
-def _ways(tensors: Sequence[Tensor], limit: int, seed: int) -> tuple[list[tuple[Way, ...]], int]:
+def _input_layouts(tensors: Sequence[Tensor], limit: int, seed: int) -> tuple[list[tuple[InputLayout, ...]], int]:
     """Returns the layouts to try, and the number of layouts left out."""
     options = [_placements_of(x) for x in tensors]
     combinations = _combinations(options, limit, seed)
-    layouts = [tuple(Way((p,), style) for p in each) for style in _STYLES for each in combinations]
+    layouts = [tuple(InputLayout((p,), style) for p in each) for style in _STYLES for each in combinations]
     layouts = [each for each in layouts if each[0].style == _STYLES[0] or _num_sharded(each)]
     for each in combinations:
-        different = tuple(Way((p,), n + 1) for n, p in enumerate(each))
+        different = tuple(InputLayout((p,), n + 1) for n, p in enumerate(each))
         if _num_sharded(different) > 1:
             layouts.append(different)
     return layouts[:limit], _count(options) - min(limit, len(layouts))
 
 
-def _num_sharded(layouts: Sequence[Way]) -> int:
+def _num_sharded(layouts: Sequence[InputLayout]) -> int:
     return sum(isinstance(w.placements[0], Shard) for w in layouts)
 
 

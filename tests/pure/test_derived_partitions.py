@@ -22,7 +22,7 @@ def test_sliced_rows_stay_in_their_shards(sizes: tuple[int, ...], data: st.DataO
     step = data.draw(st.integers(1, 4))
     wanted = torch.arange(sum(sizes))[start::step]
     count = data.draw(st.integers(0, len(wanted)))
-    kept, firsts = DERIVATIONS["sliced"]([sizes], start, step, count)
+    kept, firsts = DERIVATIONS["slice"]([sizes], start, step, count)
     pieces = [b[f : f + n * step : step] for b, n, f in zip(shards(sizes), kept, firsts, strict=True)]
     assert tuple(map(len, pieces)) == kept
     assert torch.equal(torch.cat(pieces), wanted[:count])
@@ -33,7 +33,7 @@ def test_spread_rows_stay_in_their_shards(sizes: tuple[int, ...], data: st.DataO
     start, step, behind = (data.draw(st.integers(low, 4)) for low in (0, 1, 0))
     rows = sum(sizes)
     dim_size = start + max((rows - 1) * step + 1, 0) + behind
-    grown, firsts = DERIVATIONS["spread"]([sizes], start, step, dim_size)
+    grown, firsts = DERIVATIONS["inverse_slice"]([sizes], start, step, dim_size)
     wanted = torch.full([dim_size], -1)
     wanted[start : start + rows * step : step] = torch.arange(rows)
     pieces = []
@@ -47,8 +47,8 @@ def test_spread_rows_stay_in_their_shards(sizes: tuple[int, ...], data: st.DataO
 @given(SIZES, st.integers(0, 4), st.integers(1, 4), st.integers(0, 4))
 def test_what_was_spread_is_sliced_back(sizes: tuple[int, ...], start: int, step: int, behind: int) -> None:
     size = start + max((sum(sizes) - 1) * step + 1, 0) + behind
-    grown, firsts = DERIVATIONS["spread"]([sizes], start, step, size)
-    kept, rows = DERIVATIONS["sliced"]([grown], start, step, sum(sizes))
+    grown, firsts = DERIVATIONS["inverse_slice"]([sizes], start, step, size)
+    kept, rows = DERIVATIONS["slice"]([grown], start, step, sum(sizes))
     assert kept == sizes
     assert all(r == f for r, f, n in zip(rows, firsts, sizes, strict=True) if n)
 
@@ -56,8 +56,8 @@ def test_what_was_spread_is_sliced_back(sizes: tuple[int, ...], start: int, step
 @given(st.integers(1, 3), st.integers(1, 4), st.data())
 def test_mirrored_along_each_mesh_dim_is_reversed(outer: int, inner: int, data: st.DataObject) -> None:
     sizes = tuple(data.draw(st.lists(st.integers(0, 5), min_size=outer * inner, max_size=outer * inner)))
-    within, _ = DERIVATIONS["mirrored"]([sizes], 1, inner)
-    whole, _ = DERIVATIONS["mirrored"]([within], inner, outer)
+    within, _ = DERIVATIONS["flip"]([sizes], 1, inner)
+    whole, _ = DERIVATIONS["flip"]([within], inner, outer)
     assert whole == sizes[::-1]
 
 
@@ -66,13 +66,13 @@ def test_joined_has_all_rows_and_one_divided_tensor_stays(count: int, data: st.D
     divided = st.lists(st.integers(0, 5), min_size=count, max_size=count).map(tuple)
     partitions = data.draw(st.lists(st.one_of(divided, st.tuples(st.integers(0, 5))), min_size=1, max_size=4))
     partitions.append(data.draw(divided))
-    total, _ = DERIVATIONS["joined"](partitions)
+    total, _ = DERIVATIONS["cat"](partitions)
     assert len(total) == count
     assert sum(total) == sum(map(sum, partitions))
     start = 0
     pieces = []
     for sizes in partitions:
-        pieces.append(DERIVATIONS["sliced"]([total], start, 1, sum(sizes))[0])
+        pieces.append(DERIVATIONS["slice"]([total], start, 1, sum(sizes))[0])
         start += sum(sizes)
     assert tuple(map(sum, zip(*pieces, strict=True))) == total, "every shard is made of its parts"
     many = [(p, c) for p, c in zip(pieces, partitions, strict=True) if len(c) > 1]
@@ -82,7 +82,7 @@ def test_joined_has_all_rows_and_one_divided_tensor_stays(count: int, data: st.D
 
 @given(SIZES)
 def test_located_gives_the_first_row_of_every_shard(sizes: tuple[int, ...]) -> None:
-    same, starts = DERIVATIONS["located"]([sizes])
+    same, starts = DERIVATIONS["offset"]([sizes])
     assert same == sizes
     assert all(int(b[0]) == s for b, s in zip(shards(sizes), starts, strict=True) if len(b))
 
@@ -92,7 +92,7 @@ def test_rows_that_read_others_go_to_the_middle_of_what_they_read(
     sizes: tuple[int, ...], num: int, den: int, before: int, after: int, shift: int
 ) -> None:
     count = sum(sizes) * den // num + 2
-    kept, reads = DERIVATIONS["reading"]([sizes], count, num, den, before, after, shift)
+    kept, reads = DERIVATIONS["window"]([sizes], count, num, den, before, after, shift)
     owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
     start = 0
     for rank, (own, many) in enumerate(zip(kept, reads, strict=True)):
@@ -116,8 +116,8 @@ def test_rows_that_read_others_go_to_the_middle_of_what_they_read(
 @given(SIZES, st.integers(0, 6), st.integers(0, 6))
 def test_rows_around_a_shard_are_those_that_there_are(sizes: tuple[int, ...], before: int, after: int) -> None:
     dim_size, start = sum(sizes), 0
-    found = [DERIVATIONS[how]([sizes], before, after) for how in ("around", "within")]
-    ahead = DERIVATIONS["ahead"]([sizes], before)
+    found = [DERIVATIONS[how]([sizes], before, after) for how in ("halo", "nonempty_halo")]
+    ahead = DERIVATIONS["rows_before"]([sizes], before)
     assert all(same == sizes for same, _ in (*found, ahead))
     for size, shown, read, front in zip(sizes, found[0][1], found[1][1], ahead[1], strict=True):
         rows = [r for r in range(dim_size) if start - before <= r < start + size + after] if size else []
@@ -128,7 +128,7 @@ def test_rows_around_a_shard_are_those_that_there_are(sizes: tuple[int, ...], be
 
 @given(SIZES, st.integers(0, 20))
 def test_another_dim_is_divided_as_torch_chunks_it(sizes: tuple[int, ...], size: int) -> None:
-    found, starts = DERIVATIONS["divided"]([sizes], size, len(sizes))
+    found, starts = DERIVATIONS["rechunk"]([sizes], size, len(sizes))
     pieces = torch.arange(size).chunk(len(sizes)) if size else ()
     assert [n for n in found if n] == [len(p) for p in pieces]
     assert len(found) == len(sizes) and all(sum(found[:i]) == start for i, start in enumerate(starts))

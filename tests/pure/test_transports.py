@@ -20,11 +20,11 @@ from shardcompile.collectives.transport import as_bytes, gpus, nccl, running_end
 from shardcompile.collectives.transport.balance import even_parts, moved_to_even
 from shardcompile.collectives.transport.nccl_algorithms import (
     FUSES_BROADCASTS,
-    Way,
+    Algorithm,
     costs_to_gather,
     costs_to_reduce,
-    way_to_gather,
-    way_to_reduce,
+    gather_algorithm,
+    reduce_algorithm,
 )
 from shardcompile.diagnosis.backends import backend_of
 from shardcompile.diagnosis.recorded_calls import Call, Entry
@@ -36,32 +36,32 @@ MIB = 2**20
 
 def test_equal_shards_are_left_to_torch() -> None:
     for version, size, ranks in itertools.product([OLD, NEW], [1, 7, MIB], [2, 3, 64]):
-        assert way_to_gather((size,) * ranks, version) is Way.EVEN
-        assert way_to_reduce((size,) * ranks) is Way.EVEN
+        assert gather_algorithm((size,) * ranks, version) is Algorithm.EVEN
+        assert reduce_algorithm((size,) * ranks) is Algorithm.EVEN
 
 
 def test_one_large_shard_travels_in_a_ring() -> None:
     """The owner of nine shards in sixteen would send 63 units; a ring moves 15 over its busiest link."""
     sizes = [9 * MIB, *[MIB] * 7]
     costs = costs_to_gather(sizes, NEW)
-    assert way_to_gather(tuple(sizes), NEW) is Way.BROADCASTS
-    assert costs[Way.SENDS] > 63 * MIB and 15 * MIB <= costs[Way.BROADCASTS] < 16 * MIB
+    assert gather_algorithm(tuple(sizes), NEW) is Algorithm.BROADCASTS
+    assert costs[Algorithm.SENDS] > 63 * MIB and 15 * MIB <= costs[Algorithm.BROADCASTS] < 16 * MIB
 
 
 def test_uneven_shards_move_as_little_as_even_ones() -> None:
     """But for what ranks have more or less than the mean."""
     sizes = [3 * MIB if r % 2 else MIB for r in range(64)]  # 128 MiB in all
     for costs in (costs_to_gather(sizes, OLD), costs_to_reduce(sizes)):
-        assert min(costs, key=lambda way: costs[way]) is Way.BALANCED
-        assert 126 * MIB <= costs[Way.BALANCED] < 132 * MIB < costs[Way.SENDS]
+        assert min(costs, key=lambda way: costs[way]) is Algorithm.BALANCED
+        assert 126 * MIB <= costs[Algorithm.BALANCED] < 132 * MIB < costs[Algorithm.SENDS]
 
 
 def test_old_versions_pay_for_each_broadcast() -> None:
     small = (3000, *[1000] * 63)
-    assert way_to_gather(small, NEW) is Way.BROADCASTS
-    assert way_to_gather(small, OLD) is Way.SENDS
-    assert way_to_gather((5 * 2**16, *[4 * 2**16] * 63), OLD) is Way.BALANCED
-    assert way_to_gather((64 * MIB, *[MIB] * 7), OLD) is Way.BROADCASTS
+    assert gather_algorithm(small, NEW) is Algorithm.BROADCASTS
+    assert gather_algorithm(small, OLD) is Algorithm.SENDS
+    assert gather_algorithm((5 * 2**16, *[4 * 2**16] * 63), OLD) is Algorithm.BALANCED
+    assert gather_algorithm((64 * MIB, *[MIB] * 7), OLD) is Algorithm.BROADCASTS
 
 
 def test_an_even_division_holds_all_rows_in_order() -> None:
@@ -84,8 +84,8 @@ def test_what_moves_to_an_even_division_is_counted() -> None:
 
 def test_the_choice_knows_sizes_and_version_alone() -> None:
     """It has to be the same on every rank: no argument tells the rank."""
-    assert list(way_to_gather.__annotations__) == ["nbytes", "version", "return"]
-    assert list(way_to_reduce.__annotations__) == ["nbytes", "return"]
+    assert list(gather_algorithm.__annotations__) == ["nbytes", "version", "return"]
+    assert list(reduce_algorithm.__annotations__) == ["nbytes", "return"]
 
 
 NAMED = re.compile(r"""["'](nccl|gloo)["']""")
@@ -183,13 +183,15 @@ def _call(group: Any, dtype: torch.dtype | None = torch.float32) -> Call:
     return Call(group, None, Entry(0, 0, "all_gather_v", dtype, (), ()))
 
 
-@pytest.mark.parametrize("way", [w for w in Way if w is not Way.BALANCED])  # see tests/ranks/test_ways_of_nccl.py
+@pytest.mark.parametrize(
+    "way", [w for w in Algorithm if w is not Algorithm.BALANCED]
+)  # see tests/ranks/test_nccl_algorithms.py
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.complex64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [[3, 3, 3], [5, 0, 2], [1, 4, 4], [0, 0, 6]])
 def test_every_way_gathers_all_rows(
-    way: Way, dtype: torch.dtype, sizes: list[int], played: list[str], monkeypatch: pytest.MonkeyPatch
+    way: Algorithm, dtype: torch.dtype, sizes: list[int], played: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (way is Way.EVEN) != (len(set(sizes)) == 1) and way in (Way.EVEN, Way.BROADCASTS):
+    if (way is Algorithm.EVEN) != (len(set(sizes)) == 1) and way in (Algorithm.EVEN, Algorithm.BROADCASTS):
         pytest.skip("a way that is not offered for such sizes")
     monkeypatch.setattr(transport.TRANSPORTS["nccl"], "fixed", way)
     shards = [torch.randint(0, 2, (n, 2)).to(dtype) for n in sizes]

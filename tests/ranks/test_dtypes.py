@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.sharding import carrier_of, is_ordinary
+from shardcompile.sharding import is_ordinary, transfer_dtype_of
 from shardcompile.testing import mesh, once
 
 Run = Callable[[Tensor], Any]
@@ -150,8 +150,8 @@ def test_every_dtype_is_sorted():
     names = {str(d).removeprefix("torch.") for d in NUMBERS}
     assert names <= known, f"look at {names - known} in shardcompile/sharding/dtypes.py, then add them here"
     for dtype in DENSE:
-        assert carrier_of(dtype).itemsize == dtype.itemsize
-        assert is_ordinary(carrier_of(dtype))
+        assert transfer_dtype_of(dtype).itemsize == dtype.itemsize
+        assert is_ordinary(transfer_dtype_of(dtype))
     assert all(not is_ordinary(d) for d in [*SHELLS, *QUANTIZED])
     assert {*SHELLS, *NUMBERS, *QUANTIZED} == set(DTYPES)
 
@@ -207,7 +207,7 @@ def test_layouts_over_two_mesh_dims(dtype: torch.dtype):
         x = sc.distribute_tensor(full, grid, placements)
         assert bits(x) == bits(full)
         assert bits(x.redistribute(placements=[Shard(1), Shard(0)])) == bits(full)
-        assert bits(x.view(carrier_of(dtype))) == bits(full.view(carrier_of(dtype)))
+        assert bits(x.view(transfer_dtype_of(dtype))) == bits(full.view(transfer_dtype_of(dtype)))
 
 
 @pytest.mark.ranks(2)

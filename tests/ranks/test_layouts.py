@@ -27,7 +27,7 @@ import shardcompile as sc
 from shardcompile import ShardTensor
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once
-from shardcompile.testing.arrange import CHUNK, Way, seed_of
+from shardcompile.testing.arrange import CHUNK, InputLayout, seed_of
 from shardcompile.testing.trial import largest_share
 
 ASKED_FOR = {
@@ -61,17 +61,17 @@ NOT_COMPILED = {
 """Op cases that cannot be one graph, and why."""
 
 
-def arranged(case: Case) -> Iterator[tuple[Way | None, ...]]:
+def arranged(case: Case) -> Iterator[tuple[InputLayout | None, ...]]:
     """Layouts in which some input is sharded, in the partitions of torch.chunk."""
     options = [single_placements(i) if i.sharded else [None] for i in case.inputs]
     longest = max(options, key=len)
     for n, wanted in enumerate(longest):
         if wanted is not None and any(isinstance(p, Shard) for p in wanted):
             chosen = [None if o == [None] else wanted if wanted in o else o[n % len(o)] for o in options]
-            yield tuple(None if c is None else Way(c, CHUNK) for c in chosen)
+            yield tuple(None if c is None else InputLayout(c, CHUNK) for c in chosen)
 
 
-def results(case: Case, mesh: DeviceMesh, ways: tuple[Way | None, ...], run: Callable[..., Any]) -> list[Any]:
+def results(case: Case, mesh: DeviceMesh, ways: tuple[InputLayout | None, ...], run: Callable[..., Any]) -> list[Any]:
     """Sharded inputs, and results."""
     generator = torch.Generator().manual_seed(seed_of(case.name))
     full = [fill(i, generator) for i in case.inputs]

@@ -25,7 +25,7 @@ from shardcompile.collectives.transport.base import (
     between_peers,
     running_ends,
 )
-from shardcompile.collectives.transport.nccl_algorithms import ALIGNED, Way, way_to_gather, way_to_reduce
+from shardcompile.collectives.transport.nccl_algorithms import ALIGNED, Algorithm, gather_algorithm, reduce_algorithm
 from shardcompile.diagnosis import Call
 from shardcompile.diagnosis.queued import Passed
 
@@ -72,7 +72,7 @@ class Nccl(Transport):
     mark = staticmethod(end_of_stream)
 
     def __init__(self) -> None:
-        self.fixed: Way | None = None
+        self.fixed: Algorithm | None = None
         self._connected: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
@@ -97,12 +97,12 @@ class Nccl(Transport):
             return []
         width = out.numel() * out.dtype.itemsize // sum(sizes)
         lengths, local_bytes, whole = tuple([n * width for n in sizes]), as_bytes(rows), as_bytes(out)
-        match self.fixed or way_to_gather(lengths, torch.cuda.nccl.version()):
-            case Way.EVEN:
+        match self.fixed or gather_algorithm(lengths, torch.cuda.nccl.version()):
+            case Algorithm.EVEN:
                 return _gather_even(call, local_bytes, whole)
-            case Way.BROADCASTS:
+            case Algorithm.BROADCASTS:
                 return _gather_by_broadcasts(call, local_bytes, running_ends(lengths), whole)
-            case Way.BALANCED:
+            case Algorithm.BALANCED:
                 return [self._gather_balanced(call, local_bytes, lengths, whole)]
             case _:
                 return None
@@ -117,10 +117,10 @@ class Nccl(Transport):
         terms, whole = rows.view(dtype).view(-1), out.view(dtype).view(-1)
         width = terms.numel() // sum(sizes)
         lengths = tuple([n * width for n in sizes])
-        match self.fixed or way_to_reduce(tuple([n * dtype.itemsize for n in lengths])):
-            case Way.EVEN:
+        match self.fixed or reduce_algorithm(tuple([n * dtype.itemsize for n in lengths])):
+            case Algorithm.EVEN:
                 return _reduce_even(call, terms, reduce_op, whole)
-            case Way.SENDS:
+            case Algorithm.SENDS:
                 return None
             case _:
                 return [self._reduce_balanced(call, terms, lengths, reduce_op, whole)]

@@ -28,7 +28,7 @@ _LAUNCH = 2**18
 """Cost of launching a kernel, with its latency."""
 
 
-class Way(Enum):
+class Algorithm(Enum):
     """The algorithm by which shards are gathered, or terms are reduced into shards."""
 
     EVEN = "torch's collective, straight from and into place: the shards have one size"
@@ -38,7 +38,7 @@ class Way(Enum):
 
 
 @functools.lru_cache(maxsize=512)
-def way_to_gather(nbytes: tuple[int, ...], version: tuple[int, ...]) -> Way:
+def gather_algorithm(nbytes: tuple[int, ...], version: tuple[int, ...]) -> Algorithm:
     """Returns the fastest algorithm to gather shards.
 
     Args:
@@ -49,7 +49,7 @@ def way_to_gather(nbytes: tuple[int, ...], version: tuple[int, ...]) -> Way:
 
 
 @functools.lru_cache(maxsize=512)
-def way_to_reduce(nbytes: tuple[int, ...]) -> Way:
+def reduce_algorithm(nbytes: tuple[int, ...]) -> Algorithm:
     """Returns the fastest algorithm to reduce terms into shards.
 
     Args:
@@ -58,7 +58,7 @@ def way_to_reduce(nbytes: tuple[int, ...]) -> Way:
     return _cheapest(costs_to_reduce(nbytes))
 
 
-def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way, float]:
+def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Algorithm, float]:
     """Returns the cost of each available algorithm to gather; among equal costs the first wins.
 
     A ring of broadcasts moves over each link all shards but that of the rank at its end. With direct sends, a shard
@@ -67,26 +67,26 @@ def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way
     """
     n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
     if largest * n == whole:
-        return {Way.EVEN: _LAUNCH + (n - 1) * largest}
-    costs: dict[Way, float] = {}
+        return {Algorithm.EVEN: _LAUNCH + (n - 1) * largest}
+    costs: dict[Algorithm, float] = {}
     launches = 1 if version >= FUSES_BROADCASTS else sum(b > 0 for b in nbytes)
-    costs[Way.BROADCASTS] = launches * _LAUNCH + whole - min(nbytes)
-    costs[Way.BALANCED] = _over_an_even_division(nbytes)
-    costs[Way.SENDS] = _LAUNCH + _by_messages(nbytes)
+    costs[Algorithm.BROADCASTS] = launches * _LAUNCH + whole - min(nbytes)
+    costs[Algorithm.BALANCED] = _over_an_even_division(nbytes)
+    costs[Algorithm.SENDS] = _LAUNCH + _by_messages(nbytes)
     return costs
 
 
-def costs_to_reduce(nbytes: Sequence[int]) -> dict[Way, float]:
+def costs_to_reduce(nbytes: Sequence[int]) -> dict[Algorithm, float]:
     """Returns the cost of each available algorithm to reduce; among equal costs the first wins.
 
     With direct sends, the owner of a shard reduces it, and reads a term of each rank. A ring reduces on the way.
     """
     n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
     if largest * n == whole:
-        return {Way.EVEN: _LAUNCH + (n - 1) * largest}
+        return {Algorithm.EVEN: _LAUNCH + (n - 1) * largest}
     return {
-        Way.BALANCED: _over_an_even_division(nbytes),
-        Way.SENDS: 2 * _LAUNCH + _by_messages(nbytes) + _COPIES * (n + 1) * largest,
+        Algorithm.BALANCED: _over_an_even_division(nbytes),
+        Algorithm.SENDS: 2 * _LAUNCH + _by_messages(nbytes) + _COPIES * (n + 1) * largest,
     }
 
 
@@ -103,5 +103,5 @@ def _over_an_even_division(nbytes: Sequence[int]) -> float:
     return 3 * _LAUNCH + (n - 1) * size + _SENDS * moved_to_even(nbytes) + _COPIES * copied
 
 
-def _cheapest(costs: dict[Way, float]) -> Way:
+def _cheapest(costs: dict[Algorithm, float]) -> Algorithm:
     return min(costs, key=lambda way: costs[way])

@@ -135,7 +135,7 @@ class _ShardInTransform:
         if home is not None and self._is_home(partition, at):
             return home.with_provenance(moved_from=partition.with_provenance(moved_from=None))
         if partition.has_symbols:  # static shard sizes that differ would give every rank its own graph
-            divided = derive("divided", [partition], [size, *partition.parts], size, self.layout.mesh)[0]
+            divided = derive("rechunk", [partition], [size, *partition.parts], size, self.layout.mesh)[0]
         else:
             divided = Partition.chunk(partition.mesh_dims, partition.parts, size)
         return divided.with_provenance(moved_from=partition.with_provenance(moved_from=None))

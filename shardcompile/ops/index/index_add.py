@@ -22,8 +22,8 @@ from shardcompile.ops import NotServed, OpCall, ShardedDecomposition, TensorArg,
 from shardcompile.ops.index.joined_indices import linked_numbers
 from shardcompile.ops.index.planned_gathers import beside, column_of, combined, zeros_in
 from shardcompile.ops.index.rule import neighbours
-from shardcompile.ops.view.joined import in_one_piece, layout_in_one_piece
 from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.ops.view.segmented import layout_with_contiguous_shards, with_contiguous_shards
 from shardcompile.sharded import Sharded, shard_of
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride
 
@@ -176,12 +176,12 @@ def _put_segments(
     """``aten.index_put`` into new zeros with a flattened dim: remakes the zeros with shards of contiguous rows."""
     if not isinstance(x, Sharded):
         return NotServed("the target is not sharded")
-    layout = layout_in_one_piece(x._spec.layout)
+    layout = layout_with_contiguous_shards(x._spec.layout)
     shard = zeros_in(x, layout)
     if shard is None:
         return NotServed("the target is not known to be zeros")
     zeros = wrap(x, shard, layout, x._spec.stride)
-    return aten.index_put.default(zeros, in_one_piece(indices), in_one_piece(values), accumulate)  # type: ignore[no-any-return]
+    return aten.index_put.default(zeros, with_contiguous_shards(indices), with_contiguous_shards(values), accumulate)  # type: ignore[no-any-return]
 
 
 def embedding_backward(
@@ -292,7 +292,7 @@ def _adds_to_table(call: OpCall) -> bool:
 state(aten.index_add.default, sharded=ShardedDecomposition(index_add, preferred=_adds_to_rows))
 state(
     aten.index_put.default,
-    sharded=ShardedDecomposition(index_put, preferred=_puts_into_rows, joined=_put_segments),
+    sharded=ShardedDecomposition(index_put, preferred=_puts_into_rows, segmented=_put_segments),
 )
 state(aten.scatter_add.default, sharded=ShardedDecomposition(scatter_add, preferred=_adds_to_rows))
 state(aten.scatter_reduce.two, sharded=ShardedDecomposition(scatter_reduce, preferred=_adds_to_rows))

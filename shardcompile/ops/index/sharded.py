@@ -365,8 +365,8 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 state(aten.take.default, sharded=_take)
 state(aten.embedding.default, sharded=embedding)
-state(aten.index_select.default, sharded=ShardedDecomposition(index_select, joined=_index_select_segments))
-state(aten.index.Tensor, sharded=ShardedDecomposition(index, joined=_index_segments))
+state(aten.index_select.default, sharded=ShardedDecomposition(index_select, segmented=_index_select_segments))
+state(aten.index.Tensor, sharded=ShardedDecomposition(index, segmented=_index_segments))
 state(aten.gather.default, sharded=gather)
 state(aten.scatter.src, sharded=scatter_src)
 state(aten.scatter.value, sharded=scatter_value)

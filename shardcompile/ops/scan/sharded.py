@@ -180,9 +180,7 @@ def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
         for mesh_dim, count in reversed(
             list(zip(layout.partition_of(dim).mesh_dims, layout.partition_of(dim).parts, strict=True))
         ):
-            partition, _ = derive(
-                "mirrored", [layout.partition_of(dim)], [inner, count], layout.shape[dim], layout.mesh
-            )
+            partition, _ = derive("flip", [layout.partition_of(dim)], [inner, count], layout.shape[dim], layout.mesh)
             layout = with_partition(layout, dim, partition)
             inner *= count
             size = shard_size(partition, layout.mesh)

@@ -86,6 +86,6 @@ def topk(
     return values, indices
 
 
-state(aten.sort.default, sharded=ShardedDecomposition(sort, joined=sort))
+state(aten.sort.default, sharded=ShardedDecomposition(sort, segmented=sort))
 state(aten.topk.default, sharded=topk)
-state(aten.sort.stable, sharded=ShardedDecomposition(stable_sort, joined=stable_sort))
+state(aten.sort.stable, sharded=ShardedDecomposition(stable_sort, segmented=stable_sort))

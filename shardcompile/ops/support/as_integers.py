@@ -11,7 +11,7 @@ from torch import Tensor
 from shardcompile.compat import OpOverload
 from shardcompile.ops.record import OpRecord
 from shardcompile.ops.registry import state
-from shardcompile.sharding import carrier_of, is_ordinary
+from shardcompile.sharding import is_ordinary, transfer_dtype_of
 
 aten = torch.ops.aten
 
@@ -42,9 +42,9 @@ def moves_as_integers(record: OpRecord, moved: torch.dtype) -> Callable[..., obj
         def as_integers(a: Any) -> Any:
             if isinstance(a, (list, tuple)):
                 return [as_integers(b) for b in a]
-            return aten.view.dtype(a, carrier_of(a.dtype)) if id(a) in moved_ids else a
+            return aten.view.dtype(a, transfer_dtype_of(a.dtype)) if id(a) in moved_ids else a
 
-        dtype_option = {"dtype": carrier_of(moved)} if kwargs.get("dtype") is not None else {}
+        dtype_option = {"dtype": transfer_dtype_of(moved)} if kwargs.get("dtype") is not None else {}
         out = op(*map(as_integers, args), **{**kwargs, **dtype_option})
         return args[0] if op._schema.is_mutable else aten.view.dtype(out, moved)
 

@@ -48,7 +48,7 @@ def _watch(shard: Tensor) -> _Writes:
     return writes
 
 
-def shard_as_held(x: Sharded) -> Tensor:
+def stored_shard(x: Sharded) -> Tensor:
     """Returns the local shard as it is stored, which for a copied view may be out of date.
 
     `_local_tensor` would bring it up to date, by a collective that other ranks may not take part in.
@@ -58,7 +58,7 @@ def shard_as_held(x: Sharded) -> Tensor:
 
 def note_write(x: Sharded) -> None:
     """Records that the local shard of a sharded tensor was written to."""
-    shard = shard_as_held(x)
+    shard = stored_shard(x)
     if type(shard) is Tensor:
         writes = WATCHED.get(shard.untyped_storage()._cdata, lambda: None)()
         if writes is not None:

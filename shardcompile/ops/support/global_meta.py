@@ -15,7 +15,7 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import refusal
 from shardcompile.ops import Order, record_of, state
-from shardcompile.ops.support.copied_views import shard_as_held
+from shardcompile.ops.support.copied_views import stored_shard
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import contiguous_stride, is_ordinary
 
@@ -47,7 +47,7 @@ def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, obje
 
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks.
     """
-    mode = compat.detect_fake_mode([_shard_as_held(x) for x in tensors_of([*args, *kwargs.values()])])
+    mode = compat.detect_fake_mode([_stored_shard(x) for x in tensors_of([*args, *kwargs.values()])])
     cache = _CACHE if mode is None else compat.memo_of(mode)
     if mode is None:
         if _EAGER.mode is None:
@@ -227,8 +227,8 @@ def _has_scalar_operand(op: OpOverload, given: Sequence[object]) -> bool:
     )
 
 
-def _shard_as_held(x: Tensor) -> Tensor:
-    return shard_as_held(x) if isinstance(x, Sharded) else x
+def _stored_shard(x: Tensor) -> Tensor:
+    return stored_shard(x) if isinstance(x, Sharded) else x
 
 
 def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:

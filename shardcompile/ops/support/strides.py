@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.ops import OpRecord, Order, state
-from shardcompile.sharding import IntLike, carrier_of, contiguous_stride, dense_stride, order_of
+from shardcompile.sharding import IntLike, contiguous_stride, dense_stride, order_of, transfer_dtype_of
 
 aten = torch.ops.aten
 
@@ -77,9 +77,9 @@ def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
     if local.numel() == 0 or _same(local.shape, local.stride(), wanted):
         # Strides of dims of size 1 and of empty shards mean nothing, but some kernels read them.
         return local.as_strided(local.shape, wanted)
-    carrier = carrier_of(local.dtype)
-    if carrier is not local.dtype:  # a dtype that torch may be unable to copy
-        return _in_order(local.view(carrier), wanted).view(local.dtype)
+    transfer_dtype = transfer_dtype_of(local.dtype)
+    if transfer_dtype is not local.dtype:  # a dtype that torch may be unable to copy
+        return _in_order(local.view(transfer_dtype), wanted).view(local.dtype)
     return local.new_empty_strided(local.shape, wanted).copy_(local)
 
 

@@ -232,7 +232,7 @@ class WholeRows:
         if compat.is_compiling() and partition.known_sizes is not None and partition.kind != "fixed":
             return None
         window = [self.count, self.rows, 1, 0, self.rows - 1, 0]
-        groups = derive("reading", [partition], window, self.count, mesh)[0]
+        groups = derive("window", [partition], window, self.count, mesh)[0]
         return groups.flatten_trailing(self.rows).with_provenance(provisional=True)
 
 

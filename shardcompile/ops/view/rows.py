@@ -1,6 +1,6 @@
 """Ops along a sharded dim that leave every row on its rank: slices, their gradients, writes to them, padding, joins.
 
-The partition of the result follows from that of the input (`shardcompile.sharding.derived`), and each rank works on
+The partition of the result follows from that of the input (`shardcompile.sharding.derivations`), and each rank works on
 rows of its local shard. Their indices are ints in eager mode and, inside a trace, symbols that get their values when
 the graph runs.
 """
@@ -27,7 +27,7 @@ from shardcompile.ops.support.strides import in_order
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
-from shardcompile.sharding import IntLike, Layout, Partition, Spec, carrier_of, contiguous_stride
+from shardcompile.sharding import IntLike, Layout, Partition, Spec, contiguous_stride, transfer_dtype_of
 
 aten = torch.ops.aten
 _T = TypeVar("_T", bound=Tensor)
@@ -57,7 +57,7 @@ def moved(x: Tensor, layout: Layout) -> Tensor:
 
 def first_row(partition: Partition, layout: Layout) -> IntLike:
     """Index in the global dim of the first row of this rank's local shard."""
-    return derive("located", [partition], [], partition.size, layout.mesh)[1]
+    return derive("offset", [partition], [], partition.size, layout.mesh)[1]
 
 
 def has_static_sizes(x: Tensor) -> bool:
@@ -82,7 +82,7 @@ def sliced_partition(
     """Returns the partition of `count` rows ``start, start + step, ...``, and the index in this rank's local shard of
     the first of them.
     """
-    found, row = derive("sliced", [partition], [start, step, count], count, mesh)
+    found, row = derive("slice", [partition], [start, step, count], count, mesh)
     if found.known_sizes is not None and partition.known_sizes is None:
         return found, row  # no rows at all; a static partition remembers no symbols
     unpadded = partition.provenance.unpadded
@@ -117,10 +117,10 @@ def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) ->
     """Takes rows of a shard: a view, or a copy inside a trace where their indices are symbols."""
     if _are_ints(first, count):
         return aten.slice.Tensor(x, dim, first, first + count * step, step)
-    carrier, rows = carrier_of(x.dtype), positions(x, first, step, count)
-    if carrier is x.dtype:
+    transfer_dtype, rows = transfer_dtype_of(x.dtype), positions(x, first, step, count)
+    if transfer_dtype is x.dtype:
         return aten.index_select.default(x, dim, rows)
-    return aten.view.dtype(aten.index_select.default(aten.view.dtype(x, carrier), dim, rows), x.dtype)
+    return aten.view.dtype(aten.index_select.default(aten.view.dtype(x, transfer_dtype), dim, rows), x.dtype)
 
 
 def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
@@ -358,7 +358,7 @@ def slice_backward(
     size, begin = compat.global_sizes(meta.shape)[dim], begin_of(start, sizes[dim])
     base = base_of(partition, size, begin, step)
     if base is not None:
-        _, row = derive("sliced", [base], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
+        _, row = derive("slice", [base], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
         return _place_rows(grad, dim, base, row, step, 0)
     # A slice that begins after the last row has no rows. `sym_min` avoids a guard, by which its traces would differ.
     return grown(grad, dim, torch.sym_min(begin, size), step, size, 0)
@@ -478,7 +478,7 @@ def _join(
 ) -> tuple[Partition, list[Partition]]:
     """Returns the partition of concatenated tensors, and the one to which each of them has to be redistributed."""
     total: IntLike = sum(sizes)
-    joined, _ = derive("joined", partitions, [], total, mesh)
+    joined, _ = derive("cat", partitions, [], total, mesh)
     sharded = [c for c in partitions if isinstance(c, Partition)]
     pieces: list[Partition] = []
     start: IntLike = 0

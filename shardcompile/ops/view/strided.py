@@ -17,7 +17,7 @@ from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
-from shardcompile.sharding import IntLike, Layout, Spec, carrier_of
+from shardcompile.sharding import IntLike, Layout, Spec, transfer_dtype_of
 
 aten = torch.ops.aten
 
@@ -143,9 +143,9 @@ def _view_full(
             return local
         for dim in expanded:
             local = local.narrow(dim, 0, 1)
-        carrier = carrier_of(x.dtype)
-        stored = torch.empty_strided(local.shape, x.stride(), dtype=carrier, device=x.device)
-        stored = stored.copy_(local.view(carrier)).view(x.dtype) if carrier is not x.dtype else stored.copy_(local)
+        transfer_dtype = transfer_dtype_of(x.dtype)
+        stored = torch.empty_strided(local.shape, x.stride(), dtype=transfer_dtype, device=x.device)
+        stored = stored.copy_(local.view(transfer_dtype)).view(x.dtype)
         return stored.expand(x.shape) if expanded else stored
 
     def view(local: Tensor) -> Tensor:

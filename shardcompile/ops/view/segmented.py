@@ -30,13 +30,13 @@ from shardcompile.sharding import Layout, Unflattened, has_segments, with_one_se
 aten = torch.ops.aten
 
 
-def is_joined(x: object) -> TypeGuard[Sharded]:
+def is_segmented(x: object) -> TypeGuard[Sharded]:
     """Whether `x` is a sharded tensor with a dim whose local shards hold rows of several segments."""
     return isinstance(x, Sharded) and has_segments(x._spec.layout)
 
 
-def layout_in_one_piece(layout: Layout) -> Layout:
-    """The layout with shards of contiguous rows to which `in_one_piece` redistributes; found without communication."""
+def layout_with_contiguous_shards(layout: Layout) -> Layout:
+    """Returns the layout to which `with_contiguous_shards` redistributes, without communication."""
     if not has_segments(layout):
         return layout
     if not _is_exchanged(layout):
@@ -66,15 +66,15 @@ def _plan_view(layout: Layout) -> tuple[Unflattened, Choice, Layout]:
     return apart, choice, choice.outputs[0].layout(source.layout, layout.shape, layout.dtype)
 
 
-def in_one_piece(x: object) -> object:
+def with_contiguous_shards(x: object) -> object:
     """Redistributes a tensor, or those in a list, to shards of contiguous rows in new memory; returns others as is."""
     if isinstance(x, (list, tuple)):
-        return [in_one_piece(y) for y in x]
-    if not is_joined(x):
+        return [with_contiguous_shards(y) for y in x]
+    if not is_segmented(x):
         return x
     local = x._local_tensor.clone(memory_format=torch.contiguous_format)
     if _is_exchanged(x._spec.layout):
-        layout = layout_in_one_piece(x._spec.layout)
+        layout = layout_with_contiguous_shards(x._spec.layout)
         return wrap(x, run_plan(find_plan(x._spec.layout, layout), local), layout, x._spec.stride)
     apart, choice, layout = _plan_view(x._spec.layout)
     shard = run_plan(choice.plans[0], aten.view.default(local, apart.shape(local.shape)))
@@ -82,26 +82,28 @@ def in_one_piece(x: object) -> object:
     return wrap(x, aten.view.default(shard, list(local_shape_of(layout))), layout, x._spec.stride)
 
 
-def of_neighbours(op: Callable[..., object]) -> Callable[..., object]:
+def on_contiguous_shards(op: Callable[..., object]) -> Callable[..., object]:
     """Wraps an op such that it gets its tensors with shards of contiguous rows."""
 
     def run(*args: object, **kwargs: object) -> object:
-        return op(*[in_one_piece(a) for a in args], **{k: in_one_piece(a) for k, a in kwargs.items()})
+        return op(
+            *[with_contiguous_shards(a) for a in args], **{k: with_contiguous_shards(a) for k, a in kwargs.items()}
+        )
 
     return run
 
 
-def any_joined(values: Iterable[object]) -> bool:
-    """Whether `is_joined` holds for some argument, those in lists included."""
-    return any(any_joined(a) if isinstance(a, (list, tuple)) else is_joined(a) for a in values)
+def any_segmented(values: Iterable[object]) -> bool:
+    """Whether `is_segmented` holds for some argument, those in lists included."""
+    return any(any_segmented(a) if isinstance(a, (list, tuple)) else is_segmented(a) for a in values)
 
 
-def view_of_neighbours(op: OpOverload) -> Callable[..., object]:
+def view_on_contiguous_shards(op: OpOverload) -> Callable[..., object]:
     """Wraps a view op such that its results have shards of contiguous rows: copies, which follow what was viewed."""
 
     def run(x: Sharded, *args: object) -> object:
         def compute() -> Sharded | list[Sharded]:
-            return op(in_one_piece(x), *args)  # type: ignore[no-any-return]
+            return op(with_contiguous_shards(x), *args)  # type: ignore[no-any-return]
 
         out = compute()
         for i, result in enumerate(out if isinstance(out, (list, tuple)) else [out]):

@@ -21,12 +21,12 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes[:-1], initial=0))
 
 
-def sliced(partitions: Sequence[Sizes], start: int, step: int, count: int) -> tuple[Sizes, Sizes]:
+def slice_sizes(partitions: Sequence[Sizes], start: int, step: int, count: int) -> tuple[Sizes, Sizes]:
     """Shard sizes of the slice of `count` rows ``start, start + step, ...``.
 
     The second tuple is the local index of each shard's first row in the slice; 0 for a shard that keeps none.
 
-    >>> sliced([(3, 0, 5)], 2, 2, 3)
+    >>> slice_sizes([(3, 0, 5)], 2, 2, 3)
     ((1, 0, 2), (2, 0, 1))
     """
     (sizes,) = partitions
@@ -39,13 +39,13 @@ def sliced(partitions: Sequence[Sizes], start: int, step: int, count: int) -> tu
     return tuple(kept), tuple(firsts)
 
 
-def spread(partitions: Sequence[Sizes], start: int, step: int, size: int) -> tuple[Sizes, Sizes]:
-    """Inverse of `sliced`: row i becomes row ``start + i * step`` of `size`; new rows join the shard of the row before.
+def inverse_slice_sizes(partitions: Sequence[Sizes], start: int, step: int, size: int) -> tuple[Sizes, Sizes]:
+    """Inverse of `slice_sizes`: row i becomes row ``start + i * step`` of `size`.
 
-    Rows before the first one join the first shard. The second tuple is the local index that each shard's first row
-    has in the result.
+    New rows join the shard of the row before them, and rows before the first one join the first shard. The second tuple
+    is the local index that each shard's first row has in the result.
 
-    >>> spread([(1, 0, 2)], 2, 2, 8)
+    >>> inverse_slice_sizes([(1, 0, 2)], 2, 2, 8)
     ((4, 0, 4), (2, 0, 0))
     """
     (sizes,) = partitions
@@ -54,12 +54,12 @@ def spread(partitions: Sequence[Sizes], start: int, step: int, size: int) -> tup
     return grown, (start, *[0] * (len(sizes) - 1))
 
 
-def mirrored(partitions: Sequence[Sizes], inner: int, count: int) -> tuple[Sizes, Sizes]:
+def flip_sizes(partitions: Sequence[Sizes], inner: int, count: int) -> tuple[Sizes, Sizes]:
     """Reverses the order within each group of `count` units, where a unit is `inner` consecutive shards.
 
     The second tuple is zeros.
 
-    >>> mirrored([(1, 2, 3, 4)], 2, 2)
+    >>> flip_sizes([(1, 2, 3, 4)], 2, 2)
     ((3, 4, 1, 2), (0, 0, 0, 0))
     """
     (sizes,) = partitions
@@ -68,14 +68,14 @@ def mirrored(partitions: Sequence[Sizes], inner: int, count: int) -> tuple[Sizes
     return tuple(itertools.chain.from_iterable(reordered)), (0,) * len(sizes)
 
 
-def joined(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+def cat_sizes(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     """Shard sizes of a concatenation: every shard gets as many rows as it has in all partitions together.
 
     A partition of a single shard stands for a replicated value, whose rows any rank can take without communication.
     The first rank takes those before the last sharded partition, the last rank takes those after it, so that the
     sharded rows stay close to where they are. The second tuple is zeros.
 
-    >>> joined([(1,), (3, 0, 5), (2, 2, 2)])
+    >>> cat_sizes([(1,), (3, 0, 5), (2, 2, 2)])
     ((6, 2, 7), (0, 0, 0))
     """
     count = max(map(len, partitions))
@@ -89,7 +89,7 @@ def joined(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     return tuple(total), (0,) * count
 
 
-def reading(
+def window_sizes(
     partitions: Sequence[Sizes], count: int, num: int, den: int, before: int, after: int, shift: int
 ) -> tuple[Sizes, Sizes]:
     """Shard sizes of a windowed op with `count` output rows, such as a convolution.
@@ -99,7 +99,7 @@ def reading(
     ``(j * num + after) / den``, rounded down. The second tuple is the number of input rows that each shard reads,
     including those outside of the dim.
 
-    >>> reading([(4, 0, 3)], 4, 2, 1, 1, 1, 0)  # a convolution of 3 rows, stride 2 and padding 1
+    >>> window_sizes([(4, 0, 3)], 4, 2, 1, 1, 1, 0)  # a convolution of 3 rows, stride 2 and padding 1
     ((2, 0, 2), (5, 0, 5))
     """
     (sizes,) = partitions
@@ -109,18 +109,18 @@ def reading(
     return tuple(b - a for a, b in ranges), tuple(max(r, 0) for r in reads)
 
 
-def located(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+def offsets(partitions: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     """The unchanged shard sizes, and the global offset of each shard."""
     (sizes,) = partitions
     return sizes, tuple(_starts(sizes))
 
 
-def around(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
+def halo_rows(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
     """The unchanged shard sizes, and the number of rows of each shard with its halo, clipped to the dim.
 
     An empty shard counts ``before + after + 1`` rows that belong to no shard, so that a kernel has rows to run on.
 
-    >>> around([(3, 0, 2)], 1, 2)
+    >>> halo_rows([(3, 0, 2)], 1, 2)
     ((3, 0, 2), (5, 4, 3))
     """
     (sizes,) = partitions
@@ -131,34 +131,34 @@ def around(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes,
     return sizes, tuple(rows)
 
 
-def within(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
-    """Same as `around`, but empty shards count no rows: the second tuple is the number of rows that each shard reads.
+def nonempty_halo_rows(partitions: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
+    """Same as `halo_rows`, but an empty shard counts no rows.
 
-    >>> within([(3, 0, 2)], 1, 2)
+    >>> nonempty_halo_rows([(3, 0, 2)], 1, 2)
     ((3, 0, 2), (5, 0, 3))
     """
-    sizes, rows = around(partitions, before, after)
+    sizes, rows = halo_rows(partitions, before, after)
     return sizes, tuple(n if size else 0 for n, size in zip(rows, sizes, strict=True))
 
 
-def ahead(partitions: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
+def rows_before(partitions: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
     """The unchanged shard sizes, and how many rows precede each shard, at most `before`; 0 for an empty shard.
 
-    >>> ahead([(3, 0, 2)], 4)
+    >>> rows_before([(3, 0, 2)], 4)
     ((3, 0, 2), (0, 0, 3))
     """
     (sizes,) = partitions
     return sizes, tuple(min(begin, before) if size else 0 for begin, size in zip(_starts(sizes), sizes, strict=True))
 
 
-def shifted(partitions: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
+def ring_shift_sizes(partitions: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
     """Shard sizes after every shard has moved on by `by` ranks, and the global offset of the shard a rank then holds.
 
     With `around`, the shards of the last ranks wrap around to the first ones; otherwise the first ranks hold nothing.
 
-    >>> shifted([(3, 0, 5)], 1, 1)
+    >>> ring_shift_sizes([(3, 0, 5)], 1, 1)
     ((5, 3, 0), (3, 0, 3))
-    >>> shifted([(3, 0, 5)], 1, 0)
+    >>> ring_shift_sizes([(3, 0, 5)], 1, 0)
     ((0, 3, 0), (0, 0, 3))
     """
     (sizes,) = partitions
@@ -167,12 +167,12 @@ def shifted(partitions: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, S
     return tuple(0 if i is None else sizes[i] for i in owners), tuple(0 if i is None else starts[i] for i in owners)
 
 
-def divided(_: Sequence[Sizes], size: int, *parts: int) -> tuple[Sizes, Sizes]:
+def rechunk_sizes(_: Sequence[Sizes], size: int, *parts: int) -> tuple[Sizes, Sizes]:
     """Shard sizes of another dim of `size` rows, chunked by `torch.chunk` along each mesh dim, and the shard offsets.
 
-    >>> divided([(3, 0, 5)], 4, 3)
+    >>> rechunk_sizes([(3, 0, 5)], 4, 3)
     ((2, 2, 0), (0, 2, 4))
-    >>> divided([(3, 0, 5, 0)], 2, 2, 2)
+    >>> rechunk_sizes([(3, 0, 5, 0)], 2, 2, 2)
     ((1, 0, 1, 0), (0, 1, 1, 2))
     """
     sizes = nested_chunk_sizes(size, parts)
@@ -180,16 +180,16 @@ def divided(_: Sequence[Sizes], size: int, *parts: int) -> tuple[Sizes, Sizes]:
 
 
 DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
-    "sliced": sliced,
-    "spread": spread,
-    "mirrored": mirrored,
-    "joined": joined,
-    "reading": reading,
-    "located": located,
-    "around": around,
-    "within": within,
-    "ahead": ahead,
-    "shifted": shifted,
-    "divided": divided,
+    "slice": slice_sizes,
+    "inverse_slice": inverse_slice_sizes,
+    "flip": flip_sizes,
+    "cat": cat_sizes,
+    "window": window_sizes,
+    "offset": offsets,
+    "halo": halo_rows,
+    "nonempty_halo": nonempty_halo_rows,
+    "rows_before": rows_before,
+    "ring_shift": ring_shift_sizes,
+    "rechunk": rechunk_sizes,
 }
 """The functions by the name with which ops in a graph refer to them."""

@@ -13,7 +13,7 @@ from torch.distributed import Work
 
 from shardcompile.collectives import all_gather_v, reduce_scatter_v, transport, wait
 from shardcompile.collectives.transport.nccl import Nccl
-from shardcompile.collectives.transport.nccl_algorithms import Way
+from shardcompile.collectives.transport.nccl_algorithms import Algorithm
 from shardcompile.diagnosis.recorded_calls import Call
 from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import rank, world_size
@@ -52,8 +52,8 @@ def _draw(rows: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("way", [Way.BALANCED, Way.SENDS])
-def test_ways_move_and_reduce_all_rows(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [Algorithm.BALANCED, Algorithm.SENDS])
+def test_ways_move_and_reduce_all_rows(way: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     _in_place_of_gloos(monkeypatch).fixed = way
     group = dist.group.WORLD
     assert group is not None
@@ -96,7 +96,7 @@ def test_buckets_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     terms = [[_draw(sum(c.sizes), torch.float64, 2 * r + n) for n, c in enumerate(partitions)] for r in range(3)]
     mine = [c.sizes[rank()] for c in partitions]
     shards = [t.split(list(c.sizes))[rank()] for t, c in zip(terms[0], partitions, strict=True)]
-    for way in (Way.BALANCED, Way.SENDS):
+    for way in (Algorithm.BALANCED, Algorithm.SENDS):
         _in_place_of_gloos(monkeypatch).fixed = way
         totals, ends = [sum(c.sizes) for c in partitions], write_partitions(partitions)
         gathered = wait(_ops.all_gather_bucket(shards, [0, 0], totals, *ends, group.group_name))
