@@ -58,14 +58,14 @@ class RedistributionPlan:
         src: the source layout.
         dst: the target layout.
         steps: the steps in order; empty if both layouts place the data identically.
-        apart: the view with segmented dims split in which the steps run; None if they run on the tensor itself.
+        unflattened: the view with segmented dims split in which the steps run; None if they run on the tensor itself.
         parts: the consecutive plans of which this plan is composed; empty if it is a single one.
     """
 
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
-    apart: Unflattened | None = None
+    unflattened: Unflattened | None = None
     parts: tuple[RedistributionPlan, ...] = ()
 
     @property
@@ -131,8 +131,10 @@ def _plan_segments(src: Layout, dst: Layout) -> RedistributionPlan:
     ]
     sharded_in_both = [(a, b) for a, b in partitions if a is not None and b is not None]
     if all(statically_known_true(a == b) for a, b in sharded_in_both):
-        apart = Unflattened(tuple(a if a is not None else 1 if b is None else b for a, b in partitions))
-        return RedistributionPlan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
+        unflattened = Unflattened(tuple(a if a is not None else 1 if b is None else b for a, b in partitions))
+        return RedistributionPlan(
+            src, dst, find_plan(unflattened.layout(src), unflattened.layout(dst)).steps, unflattened
+        )
     exchanged = _exchange_segments(src, dst)
     if exchanged is not None:
         parts = (exchanged, find_plan(exchanged.dst, dst))

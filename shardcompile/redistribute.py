@@ -33,8 +33,8 @@ def run_plan(plan: RedistributionPlan, local: Tensor, *, async_op: bool = False)
         for part in plan.parts:
             local = run_plan(part, local)
         return local
-    if plan.apart is not None:
-        return _run_in_view(plan, plan.apart, local)
+    if plan.unflattened is not None:
+        return _run_in_view(plan, plan.unflattened, local)
     for step in plan.steps:
         if step.kind == "take_shard":
             local = _take_shard(step, local)
@@ -48,12 +48,12 @@ def run_plan(plan: RedistributionPlan, local: Tensor, *, async_op: bool = False)
     return local
 
 
-def _run_in_view(plan: RedistributionPlan, apart: Unflattened, local: Tensor) -> Tensor:
+def _run_in_view(plan: RedistributionPlan, unflattened: Unflattened, local: Tensor) -> Tensor:
     """Runs the steps of a plan in the view that splits segmented dims, and flattens the result again."""
     if not plan.steps:
         return local
-    src, dst = apart.layout(plan.src), apart.layout(plan.dst)
-    moved = run_plan(RedistributionPlan(src, dst, plan.steps), _reshape(local, apart.shape(local.shape)))
+    src, dst = unflattened.layout(plan.src), unflattened.layout(plan.dst)
+    moved = run_plan(RedistributionPlan(src, dst, plan.steps), _reshape(local, unflattened.shape(local.shape)))
     return _reshape(moved, local_shape_of(plan.dst))
 
 

@@ -77,12 +77,12 @@ class ShareEqualCollectives:
 
 
 class DropDeadCollectives:
-    """Removes exchanges of rows that a later lookup has superseded.
+    """Removes exchanges of rows that a later lookup has made dead.
 
-        wait(exchange_rows(...))   ->   nothing, if it is superseded and nobody reads it
+        wait(exchange_rows(...))   ->   nothing, if it is marked as dead and nobody reads it
 
     Rows that a program gathers in one partition, and needs in another, are gathered in the latter: see
-    `shardcompile.tensor.grouped`, which marks the first lookup as superseded. Legal because the mark is set while the
+    `shardcompile.tensor.grouped`, which marks the first lookup as dead. Legal because the mark is set while the
     program is traced, and so rank-invariant. Torch by itself keeps a wait that nobody reads.
     """
 
@@ -124,7 +124,7 @@ class DropRepeatedWaits:
 
 
 def _is_superseded(node: Node) -> bool:
-    return node.target is WAIT and compat.SUPERSEDED in node.meta
+    return node.target is WAIT and compat.DEAD_EXCHANGE in node.meta
 
 
 def _constants(graph: Graph) -> set[Node]:

@@ -1,6 +1,6 @@
 """Fetches data-dependent ranges of rows, one per rank: the keys that packed documents or a block mask need.
 
-`spans` is a rank-invariant table: rank r wants the rows from spans[r, 0] to spans[r, 1]. It is on the CPU, since the
+`ranges` is a rank-invariant table: rank r wants the rows from ranges[r, 0] to ranges[r, 1]. It is on the CPU, since the
 host issues the messages.
 """
 
@@ -27,10 +27,10 @@ from shardcompile.sharding.codec import partition_schema
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
 for _schema in (
-    f"spans_of_documents(Tensor ends, bool causal, SymInt total, {partition_schema()}, str group_name) -> Tensor",
-    "spans_of_shards(Tensor[] counts, Tensor[] indices, SymInt of_query, SymInt of_keys, SymInt total, SymInt keys, "
+    f"ranges_of_documents(Tensor ends, bool causal, SymInt total, {partition_schema()}, str group_name) -> Tensor",
+    "ranges_of_shards(Tensor[] counts, Tensor[] indices, SymInt of_query, SymInt of_keys, SymInt total, SymInt keys, "
     f"{partition_schema()}, str group_name) -> Tensor",
-    "rows_of_span(Tensor spans, str group_name) -> Tensor",
+    "local_range(Tensor ranges, str group_name) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
 
@@ -42,7 +42,7 @@ class DocumentRanges(NamedTuple):
 
     Attributes:
         input: the local shard; of a return the values for the rows that this rank wants.
-        spans: the table of ranges, see the module.
+        ranges: the table of ranges, see the module.
         total: global number of rows.
         shard: number of rows in this rank's result.
         partition: the partition of the rows.
@@ -50,7 +50,7 @@ class DocumentRanges(NamedTuple):
     """
 
     input: Tensor
-    spans: Tensor
+    ranges: Tensor
     total: IntLike
     shard: IntLike
     partition: GroupPartition
@@ -98,8 +98,8 @@ def fetch_reached(
         DivergenceError: documents are not the same on every rank.
     """
     held, group_name = _group(partition, mesh)
-    spans = _ops.spans_of_documents(ends.detach(), causal, partition.size, *write_partition(held), group_name)
-    return _fetch_rows(rows, spans, partition, mesh)
+    ranges = _ops.ranges_of_documents(ends.detach(), causal, partition.size, *write_partition(held), group_name)
+    return _fetch_rows(rows, ranges, partition, mesh)
 
 
 def fetch_named(
@@ -123,10 +123,10 @@ def fetch_named(
     held, group_name = _group(of_query, mesh)
     counts, indices = ([x for x in block_mask[i:6:2] if x is not None] for i in (2, 3))  # of partial and of full blocks
     size = block_mask[-3:-1]
-    spans = _ops.spans_of_shards(
+    ranges = _ops.ranges_of_shards(
         counts, indices, *size, of_query.size, partition.size, *write_partition(held), group_name
     )
-    return _fetch_rows(rows, spans, partition, mesh)
+    return _fetch_rows(rows, ranges, partition, mesh)
 
 
 def _group(partition: Partition, mesh: DeviceMesh) -> tuple[GroupPartition, str]:
@@ -134,15 +134,15 @@ def _group(partition: Partition, mesh: DeviceMesh) -> tuple[GroupPartition, str]
     return partition.group_ref(compat.coordinate(mesh) or ()), compat.group_name_of(mesh, mesh_dim)
 
 
-def _fetch_rows(rows: Tensor, spans: Tensor, partition: Partition, mesh: DeviceMesh) -> tuple[Tensor, IntLike]:
+def _fetch_rows(rows: Tensor, ranges: Tensor, partition: Partition, mesh: DeviceMesh) -> tuple[Tensor, IntLike]:
     held, group_name = _group(partition, mesh)
     with compat.unrecorded_symbols(rows):
-        first, count = _unbound_ints(_ops.rows_of_span(spans, group_name))
+        first, count = _unbound_ints(_ops.local_range(ranges, group_name))
     torch._check(count >= 0)
     torch._check(first >= 0)
     compat.suggest_hint(count, -(-compat.size_hint(partition.size) // mesh.shape[partition.mesh_dims[0]]))
     return FETCH_DOCUMENT_RANGES.start(
-        DocumentRanges(rows, spans, partition.size, count, held, group_name)
+        DocumentRanges(rows, ranges, partition.size, count, held, group_name)
     ).wait(), first
 
 
@@ -156,11 +156,11 @@ def _document_ranges(
     group = compat.process_group(group_name)
     shards = shards_of(total, 0, GroupPartition(sizes, key, grouping), group.size(), "varlen_attention")
     documents = documents_of(ends, total)
-    spans = []
+    ranges = []
     for a, b in shards:
         overlapping = [d for d in documents if d[0] < b and d[1] > a] if b > a else []
-        spans.append((overlapping[0][0], b if causal else overlapping[-1][1]) if overlapping else (0, 0))
-    return torch.tensor(spans, dtype=torch.int64)
+        ranges.append((overlapping[0][0], b if causal else overlapping[-1][1]) if overlapping else (0, 0))
+    return torch.tensor(ranges, dtype=torch.int64)
 
 
 def _block_mask_ranges(
@@ -182,13 +182,13 @@ def _block_mask_ranges(
     group = compat.process_group(group_name)
     shards = shards_of(total, 0, GroupPartition(sizes, key, grouping), group.size(), "flex_attention")
     first, last = _first_and_last_blocks(counts, indices)
-    spans = []
+    ranges = []
     for a, b in shards:
         query_blocks = slice(a // of_query, -(-b // of_query)) if b > a else slice(0, 0)
         start = min((i for i in first[query_blocks] if i >= 0), default=0) * of_keys
         end = (max(last[query_blocks], default=-1) + 1) * of_keys
-        spans.append((min(start, keys), min(end, keys)) if end else (0, 0))
-    return torch.tensor(spans, dtype=torch.int64)
+        ranges.append((min(start, keys), min(end, keys)) if end else (0, 0))
+    return torch.tensor(ranges, dtype=torch.int64)
 
 
 def _first_and_last_blocks(counts: list[Tensor], indices: list[Tensor]) -> tuple[list[int], list[int]]:
@@ -205,14 +205,14 @@ def _first_and_last_blocks(counts: list[Tensor], indices: list[Tensor]) -> tuple
     return first.masked_fill(last < 0, -1).tolist(), last.tolist()
 
 
-def _local_range(spans: Tensor, group_name: str) -> Tensor:
-    start, end = spans[compat.process_group(group_name).rank()].tolist()
+def _local_range(ranges: Tensor, group_name: str) -> Tensor:
+    start, end = ranges[compat.process_group(group_name).rank()].tolist()
     return torch.tensor([start, end - start])
 
 
 def _held_and_wanted(a: DocumentRanges, what: str) -> tuple[list[Range], list[Range]]:
     ranks = compat.process_group(a.group_name).size()
-    return shards_of(int(a.total), 0, a.partition, ranks, what), [(i, j) for i, j in a.spans.tolist()]
+    return shards_of(int(a.total), 0, a.partition, ranks, what), [(i, j) for i, j in a.ranges.tolist()]
 
 
 def _fetch(a: DocumentRanges) -> Tensor:
@@ -258,9 +258,9 @@ RETURN_DOCUMENT_RANGES: Descriptor[DocumentRanges] = Descriptor(
     of_one_rank=True,
 )
 
-_LIBRARY.impl("spans_of_documents", _document_ranges, "CompositeExplicitAutograd")
-_LIBRARY.impl("spans_of_shards", _block_mask_ranges, "CompositeExplicitAutograd")
-_LIBRARY.impl("rows_of_span", _local_range, "CompositeExplicitAutograd")
+_LIBRARY.impl("ranges_of_documents", _document_ranges, "CompositeExplicitAutograd")
+_LIBRARY.impl("ranges_of_shards", _block_mask_ranges, "CompositeExplicitAutograd")
+_LIBRARY.impl("local_range", _local_range, "CompositeExplicitAutograd")
 
 
 def _fake_ranges(*rest: Any) -> Tensor:
@@ -268,8 +268,8 @@ def _fake_ranges(*rest: Any) -> Tensor:
     return torch.empty([ranks, 2], dtype=torch.int64, device="cpu")
 
 
-for _name in ("spans_of_documents", "spans_of_shards"):
+for _name in ("ranges_of_documents", "ranges_of_shards"):
     torch.library.register_fake(f"shardcompile::{_name}", _fake_ranges, lib=_LIBRARY)
 torch.library.register_fake(
-    "shardcompile::rows_of_span", lambda *_: torch.empty([2], dtype=torch.int64, device="cpu"), lib=_LIBRARY
+    "shardcompile::local_range", lambda *_: torch.empty([2], dtype=torch.int64, device="cpu"), lib=_LIBRARY
 )

@@ -115,20 +115,20 @@ from shardcompile.compat.tracing import (
     with_dispatch,
 )
 from shardcompile.compat.values import (
-    SUPERSEDED,
+    DEAD_EXCHANGE,
     WeakIdKeyDictionary,
     is_new_zeros,
     made_for_value,
+    mark_dead,
     note_local,
     once_for_tensor,
     once_for_value,
-    supersede,
 )
 from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
+    "DEAD_EXCHANGE",
     "NO_MEMORY",
-    "SUPERSEDED",
     "UNKNOWN_OUTPUT_SHAPE",
     "UNKNOWN_SIZE",
     "CustomGraphPass",
@@ -194,6 +194,7 @@ __all__ = [
     "lower_when_traced",
     "made_for_value",
     "make_known_to_einops",
+    "mark_dead",
     "mark_static",
     "mark_weakly_dynamic",
     "memo_of",
@@ -223,7 +224,6 @@ __all__ = [
     "statically_known_true",
     "store",
     "suggest_hint",
-    "supersede",
     "torch_compares_memory",
     "trace_size_obliviously",
     "unrecorded_symbols",

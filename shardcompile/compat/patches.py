@@ -271,7 +271,7 @@ OF_A_COMPILATION = (
         "saved_as_traced",
         "torch._inductor.graph.GraphLowering.run_node",
         "Inductor may store a saved tensor with its dims in another order than the graph says. It tells the backward "
-        "graph, but not of strides that are known at run time only. Views by strides are not told either: they read "
+        "graph, but not of unbacked strides. Views by strides are not told either: they read "
         "joined shards in another order, without a word.",
         "GraphLowering.run_node requires strides of outputs and of inputs of as_strided, and compile_fx reports them, "
         "only without unbacked symbols: assert_size_stride of the backward pass fails (size 7==7, stride 1==2).",
@@ -385,7 +385,7 @@ OF_A_COMPILATION = (
         "Torch expands and flattens a tensor that is joined with itself, and makes a batched product of column and row "
         "contiguous: both ask whether a shard has one row. From a join it drops shards that are known to have no rows, "
         "so ranks have different graphs. It views a sum of complex numbers as one of real numbers and back, and so "
-        "asks for a stride that is known at run time only. The gradient of an embedding asks whether its table is "
+        "asks for an unbacked stride. The gradient of an embedding asks whether its table is "
         "empty, which may be true on some ranks only.",
         "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
         "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
@@ -408,7 +408,7 @@ OF_A_COMPILATION = (
         "batched_products_by_hint",
         "torch._inductor.lowering.lowerings[aten.bmm]",
         "On CPUs the lowering asks whether the factors have one row, to copy those that the kernel would copy. If the "
-        "number of rows is known at run time only, the lowering fails.",
+        "number of rows is unbacked, the lowering fails.",
         "The CPU lowering of bmm guards on sizes of 1 (is_contiguous_strides_for_shape of factors) with "
         "backed_size_oblivious; statically_known_true would do.",
         "2.11 - 2.15",

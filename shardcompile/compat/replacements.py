@@ -261,7 +261,7 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
 def _with_symbols_of_inputs(init: Callable[..., None]) -> Callable[..., None]:
     """Replace symbols of sizes in an assert of generated code as inputs' sizes have them replaced: those define them.
 
-    Sizes that are known at run time stay: what a graph was told about them would make every assert true.
+    Unbacked sizes stay: what a graph was told about them would make every assert true.
     """
 
     def made(self: AssertScalar, scalar: Formula, msg: str) -> None:
@@ -276,7 +276,7 @@ def _lower_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower a batched product by hints, without guards.
 
     On CPUs it asks whether the factors have one row, to copy those that the kernel would copy. Either answer is right
-    for all sizes. Sizes that are known at run time only have no answer, so the lowering sees hints in their place.
+    for all sizes. Unbacked sizes have no answer, so the lowering sees hints in their place.
     """
 
     def lower(*args: object, **kwargs: object) -> object:
@@ -400,7 +400,7 @@ def _sort_by_hint(fill_order: Callable[..., _T]) -> Callable[..., _T]:
         if of_strides is None:
             return fill_order(strides)
         with of_strides.suppress_guards():
-            # Strides known at run time only have no hints. With `shape_env`, torch compares them in another way.
+            # Unbacked strides have no hints. With `shape_env`, torch compares them in another way.
             unknown = any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in strides)
             try:
                 return fill_order(strides, of_strides if unknown else shape_env)

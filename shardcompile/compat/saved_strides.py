@@ -55,7 +55,7 @@ def saved_as_traced(stack: contextlib.ExitStack) -> None:
 
 
 def _keeping_orders(lower: Callable[..., object]) -> Callable[..., object]:
-    """Have Inductor keep the order of dims of results whose strides are known at run time only."""
+    """Have Inductor keep the order of dims of results whose strides are unbacked."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir  # 2.11 - 2.15
 

@@ -118,7 +118,7 @@ SLICES_BY_FORMULA = Patch(
 PARTS_TO_THE_END = Patch(
     "parts_to_the_end",
     "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
-    "A slice to the end of a dim has the largest integer as its end. If the size is known at run time only, "
+    "A slice to the end of a dim has the largest integer as its end. If the size is unbacked, "
     "Inductor treats that end as unknown. So it does with an end of which it cannot tell whether it lies within the "
     "size. The trace did not, and the compilation fails.",
     "https://github.com/pytorch/pytorch/issues/174340; torch 2.12 takes sys.maxsize for the size, as the fake "

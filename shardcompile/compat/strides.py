@@ -98,7 +98,7 @@ ORDER_BY_DIVISORS = Patch(
     "order_by_divisors",
     "torch._inductor.ir.Layout.is_stride_ordered",
     "Inductor compares strides to find out whether a tensor is stored in the order of dims that an op needs. It cannot "
-    "compare strides that are known at run time only, and does not compile the graph.",
+    "compare unbacked strides, and does not compile the graph.",
     "https://github.com/pytorch/pytorch/issues/183834 is the same of get_stride_order. Torch 2.13 asks in "
     "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), by sympy's Mod. If the "
     "strides have a common factor, sympy makes that a remainder of fractions, and torch raises ValueRangeError. Torch "

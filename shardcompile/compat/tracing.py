@@ -37,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """The errors of an op on fake tensors whose result depends on values."""
 UNKNOWN_SIZE = GuardOnDataDependentSymNode
-"""The error of a trace when torch must decide by a size that is known at run time only."""
+"""The error of a trace when torch must decide by an unbacked size."""
 
 
 def in_backward_pass() -> bool:

@@ -77,7 +77,7 @@ class _Memo:
         return key
 
 
-SUPERSEDED = "shardcompile: superseded"
+DEAD_EXCHANGE = "shardcompile: dead exchange"
 """The note in a wait that is not needed unless something reads it."""
 
 _LOCAL: set[torch._ops.OpOverload] = set()
@@ -131,7 +131,7 @@ def _made_of(x: torch.Tensor) -> tuple[dict[object, Any] | None, int]:
     return memo.made, memo.number(_same_elements(node))
 
 
-def supersede(x: torch.Tensor, made_of: Iterable[torch.Tensor]) -> None:
+def mark_dead(x: torch.Tensor, made_of: Iterable[torch.Tensor]) -> None:
     """Note in a trace that the collectives on the way to a tensor are needed only if something reads the tensor.
 
     Args:
@@ -150,7 +150,7 @@ def supersede(x: torch.Tensor, made_of: Iterable[torch.Tensor]) -> None:
         seen.add(node)
         ahead.extend(node.all_input_nodes)
         if node.target is torch.ops._c10d_functional.wait_tensor.default:
-            node.meta[SUPERSEDED] = True
+            node.meta[DEAD_EXCHANGE] = True
 
 
 def is_new_zeros(x: torch.Tensor) -> bool:

@@ -178,8 +178,8 @@ class World:
     def _poll(self) -> None:
         self._beat += 1
         self._publish()
-        if self._store.check([f"{self._prefix}/verdict"]):
-            self._apply_diagnosis(self._store.get(f"{self._prefix}/verdict").decode())
+        if self._store.check([f"{self._prefix}/diagnosis"]):
+            self._apply_diagnosis(self._store.get(f"{self._prefix}/diagnosis").decode())
             return
         if self._is_suspicious() or self._store.check([f"{self._prefix}/ended"]):
             self._read(range(self._size))
@@ -258,7 +258,7 @@ class World:
     def _diagnose(self) -> None:
         text = diagnose(self._all_states(), self._gone())
         if text is not None:
-            key = f"{self._prefix}/verdict"
+            key = f"{self._prefix}/diagnosis"
             with contextlib.suppress(RuntimeError):
                 text = self._store.compare_set(key, "", text).decode() or text
             self._apply_diagnosis(text)

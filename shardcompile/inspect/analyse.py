@@ -28,7 +28,7 @@ class Analysis:
         timeline: the predicted timeline.
         bound: a lower bound on the time in seconds, for any order of the nodes.
         found: the collectives.
-        behind: for each collective, the seconds of compute between its start and its first wait, which can hide it.
+        overlappable: for each collective, the seconds of compute between its start and its first wait.
         overlaps: for each collective, the large kernels between its start and its first wait.
         nodes: the number of nodes.
     """
@@ -36,7 +36,7 @@ class Analysis:
     timeline: Timeline
     bound: float
     found: list[Collective]
-    behind: Mapping[Node, float]
+    overlappable: Mapping[Node, float]
     overlaps: Mapping[Node, tuple[str, ...]]
     nodes: int
 
@@ -53,11 +53,11 @@ class Analysis:
         order = list(graph.nodes)
         found = collectives(graph)
         timeline = simulate(order, costs)
-        behind, overlaps = _behind(order, costs, found), _overlaps(order, found)
-        return Analysis(timeline, lower_bound(graph, costs), found, behind, overlaps, len(order))
+        overlappable, overlaps = _overlappable(order, costs, found), _overlaps(order, found)
+        return Analysis(timeline, lower_bound(graph, costs), found, overlappable, overlaps, len(order))
 
 
-def _behind(order: Sequence[Node], costs: GraphCosts, found: Sequence[Collective]) -> dict[Node, float]:
+def _overlappable(order: Sequence[Node], costs: GraphCosts, found: Sequence[Collective]) -> dict[Node, float]:
     """Returns the seconds of compute between the start and the first wait of each collective."""
     clock, now = {}, 0.0
     for node in order:
@@ -153,14 +153,17 @@ def issued_collectives(
         traced: the collectives before the passes.
     """
     index = {c.name: i for i, c in enumerate(traced)}
-    was_behind = {node.name: seconds for node, seconds in before.behind.items()}
+    was_overlappable = {node.name: seconds for node, seconds in before.overlappable.items()}
     times = {e.node: e for e in after.timeline.events if e.stream != COMPUTE}
     issued = []
     for c in after.found:
         names = [name for name in origins(c.node) if name in index]
         least, most = bytes_put_in(c)
         event = times[c.node]
-        behind = (max((was_behind.get(name, 0.0) for name in names), default=0.0), after.behind[c.node])
+        overlappable = (
+            max((was_overlappable.get(name, 0.0) for name in names), default=0.0),
+            after.overlappable[c.node],
+        )
         members = tuple(index[name] for name in names)
         exposed = after.timeline.stalls.get(c.node, 0.0)
         issued.append(
@@ -176,7 +179,7 @@ def issued_collectives(
                 event.start,
                 event.end,
                 exposed,
-                behind,
+                overlappable,
                 after.overlaps[c.node],
             )
         )
@@ -212,7 +215,7 @@ def _fate(
         words.append(f"in {now.kind} {holder[i]} of {len(now.members)}")
     elif now.kind != c.kind:
         words.append(f"lowered to {now.kind}")
-    before, after = now.behind
+    before, after = now.overlappable
     if after > before:
         words.append(f"{1e6 * (after - before):.0f} us more compute behind it")
     return ", ".join(words)

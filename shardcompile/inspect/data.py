@@ -65,7 +65,7 @@ class IssuedCollective:
         start: its start, since the start of the graph.
         end: its end, since the start of the graph.
         exposed: how long the compute stream waits for it.
-        behind: seconds of compute between its start and its wait, which can hide it, before and after the passes.
+        overlappable: seconds of compute between its start and its wait, which can hide it, before and after the passes.
         overlaps: the matmuls, convolutions and attentions between its start and its wait, in order.
     """
 
@@ -80,7 +80,7 @@ class IssuedCollective:
     start: float
     end: float
     exposed: float
-    behind: tuple[float, float]
+    overlappable: tuple[float, float]
     overlaps: tuple[str, ...]
 
     @property

@@ -139,7 +139,7 @@ def _issued_as_json(c: IssuedCollective) -> dict[str, object]:
         "start": c.start,
         "end": c.end,
         "exposed": c.exposed,
-        "behind": c.behind,
+        "behind": c.overlappable,
         "overlaps": c.overlaps,
     }
 

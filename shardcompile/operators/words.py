@@ -111,7 +111,7 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
         yield "indices", f"are checked before any communication: {_place(record.indices)}"
     if record.check is not None:
         yield "arguments", f"are checked against the global shape, as a kernel would: {_place(record.check)}"
-    if record.order is not Order.TOLD:
+    if record.order is not Order.FAKE_KERNEL:
         yield "stored", record.order.value
     if record.op.is_view:
         copies = record.copies_shard is True

@@ -109,7 +109,7 @@ def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> Sharde
 class Order(enum.Enum):
     """The order of dims in which a result is stored, where a trace has to state it. torch 2.11 - 2.15."""
 
-    TOLD = "as torch's fake kernels say"
+    FAKE_KERNEL = "as torch's fake kernels say"
     AS_A_SUM = "like the sum of its inputs; torch's fake kernels say otherwise"
     IN_ROWS = "contiguous, however its inputs are stored; torch's fake kernels say otherwise"
     OF_ROWS = "as torch's fake kernels say if all its inputs are contiguous"
@@ -161,7 +161,7 @@ class OpRecord:
     sharded: ShardedDecomposition | None = None
     kernel: Run | None = None
     elementwise: bool = False
-    order: Order = Order.TOLD
+    order: Order = Order.FAKE_KERNEL
     keeps_strides: bool = False
     indices: Callable[..., Iterator[Any]] | None = None
     check: Callable[[OpOverload, Sequence[Any]], None] | None = None

@@ -97,7 +97,7 @@ def _redistribute_rows(x: Sharded, rows: Partition) -> Sharded:
         target = Layout.of_partitions(layout.mesh, indices.shape, indices.dtype, [rows])
         row_bytes = x.element_size() * compat.size_hint(x.shape[1])
         if row_bytes > indices.element_size() and fits(table._spec.layout.partitions[0], target):
-            compat.supersede(shard_of(x), [shard_of(table), shard_of(indices)])
+            compat.mark_dead(shard_of(x), [shard_of(table), shard_of(indices)])
             x = aten.index.Tensor(table, [redistributed(indices, target)])
     return redistributed(x, Layout.of_partitions(layout.mesh, layout.shape, layout.dtype, [rows, None]))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.compat import SUPERSEDED
+from shardcompile.compat import DEAD_EXCHANGE
 from shardcompile.passes.cleanup.dead_collectives import DropDeadCollectives, DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
@@ -94,7 +94,7 @@ def test_what_is_superseded_goes_if_nobody_reads_it() -> None:
         read = gathered(b, x, 0)
         for node in b.graph.nodes:
             if node.target is WAIT:
-                node.meta[SUPERSEDED] = True
+                node.meta[DEAD_EXCHANGE] = True
         b.call(aten.cos.default, unread)
         gathered(b, b.call(aten.exp.default, x), 0)  # of this one nobody has said so
         return [b.call(aten.sin.default, read)]

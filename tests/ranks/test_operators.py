@@ -43,7 +43,7 @@ def test_the_page_is_what_the_records_say(ranks: Ranks) -> None:
 class _Sent(CollectiveWatch):
     """Whether anything was sent, by the names of collectives alone."""
 
-    NOTHING = ("wait_tensor", "take_shard", "place_shard", "derive_partition", "seeded_", "shard_starts", "rows_of_span",
+    NOTHING = ("wait_tensor", "take_shard", "place_shard", "derive_partition", "seeded_", "shard_starts", "local_range",
                "convolution", "attend", "max_pool", "sum_pool", "partition_of_sizes")  # fmt: skip
 
     def __init__(self) -> None:

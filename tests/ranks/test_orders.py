@@ -80,13 +80,13 @@ class Between(nn.Module):
 
     def __init__(self, ops: list[Op]) -> None:
         super().__init__()
-        self.before, self.behind = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.before, self.overlappable = nn.Linear(6, 6), nn.Linear(6, 6)
         self.ops = ops
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         total = torch.zeros(())
         for op in self.ops:
-            total = total + self.behind(op(self.before(x), w)) * w
+            total = total + self.overlappable(op(self.before(x), w)) * w
         return total
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
 from shardcompile.ops import OpRecord, state
-from shardcompile.ops.index.planned_gathers import is_linked
+from shardcompile.ops.index.planned_gathers import has_gather_plan
 from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ def _bounds(cls: type[Sharded], indexed: Indexed) -> tuple[int, int]:
         return 0, -1
     if layout is not None and layout.is_partial:
         return 0, -1
-    if type(indexed.x) is cls and is_linked(index, indexed.x._spec.layout.partitions[indexed.dim]):
+    if type(indexed.x) is cls and has_gather_plan(index, indexed.x._spec.layout.partitions[indexed.dim]):
         return 0, -1  # checked while the gather plan is made, which raises on all ranks
     if indexed.ignored is not None:
         shard = shard[shard != indexed.ignored]

@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Partial
 from shardcompile import compat
 from shardcompile.collectives import Reduction
 from shardcompile.ops import NotServed, OpCall, ShardedDecomposition, TensorArg, state
-from shardcompile.ops.index.joined_indices import linked_numbers
-from shardcompile.ops.index.planned_gathers import beside, column_of, combined, zeros_in
+from shardcompile.ops.index.flat_index import planned_flat_index
+from shardcompile.ops.index.planned_gathers import column_of, combined, on_device_of, zeros_in
 from shardcompile.ops.index.rule import neighbours
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.ops.view.segmented import layout_with_contiguous_shards, with_contiguous_shards
@@ -99,7 +99,7 @@ def scatter_reduce(
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor | NotServed:
     """``aten.index_put`` by an index of one dim, by indices of adjacent dims, or of one value by a mask."""
-    indices = beside(indices, x)
+    indices = on_device_of(indices, x)
     at = [d for d, index in enumerate(indices) if index is not None]
     if len(at) == 1 and indices[at[0]].dtype is torch.bool and values.ndim == 0 and indices[at[0]].ndim:
         mask, trailing = indices[at[0]], x.ndim - at[0] - indices[at[0]].ndim
@@ -145,7 +145,7 @@ def _put_flattened(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate
     own_partitions = x._spec.layout.partitions[at[0] : at[-1] + 1] if isinstance(x, Sharded) else ()
     candidates = (_partition_of_table(values._spec.layout, x.ndim, at, total), *own_partitions)
     partition = next((c for c in candidates if c is not None), None)
-    flat_index = linked_numbers(partition, sizes, [indices[d] for d in at])
+    flat_index = planned_flat_index(partition, sizes, [indices[d] for d in at])
     if isinstance(flat_index, NotServed):
         return flat_index
     shape = [*x.shape[: at[0]], total, *x.shape[at[-1] + 1 :]]

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 _WRAPPING_OPS = (aten.index.Tensor, aten.index_put.default)
 """Ops that take negative indices, which count from the end."""
-_GATHERED_ROWS = ("rows that were looked up",)
+_GATHERED_ROWS = ("gathered rows",)
 """The key under which a trace keeps, for an index, the partition of the rows that it gathered."""
 _GATHERED: Any = compat.WeakIdKeyDictionary()
 """The table and the index of each gather in a trace, by its result."""
@@ -48,18 +48,18 @@ _MAX_INDICES_PER_ROW = 64
 """The most indices per row for which a plan pays off. With more, every rank is likely to name all rows."""
 
 
-def is_linked(index: Tensor, partition: Partition | None) -> TypeGuard[Sharded]:
+def has_gather_plan(index: Tensor, partition: Partition | None) -> TypeGuard[Sharded]:
     """Whether a gather plan fits: a single mesh dim shards the rows, and it shards the index, too, along one dim."""
     return isinstance(index, Sharded) and fits(partition, index._spec.layout)
 
 
 def fits(partition: Partition | None, layout: Layout) -> bool:
-    """`is_linked` for the layout of an index."""
+    """`has_gather_plan` for the layout of an index."""
     return not _misfit(partition, layout)
 
 
-def not_linked(index: Tensor, partition: Partition | None) -> NotServed:
-    """Why `is_linked` does not hold."""
+def no_gather_plan(index: Tensor, partition: Partition | None) -> NotServed:
+    """Why `has_gather_plan` does not hold."""
     return NotServed(
         _misfit(partition, index._spec.layout) if isinstance(index, Sharded) else "the index is not sharded"
     )
@@ -82,12 +82,12 @@ def _misfit(partition: Partition | None, layout: Layout) -> str:
     )
 
 
-def beside(indices: Sequence[Any], x: Tensor) -> list[Any]:
+def on_device_of(indices: Sequence[Any], x: Tensor) -> list[Any]:
     """Moves indices to the device of the tensor that they index: a tensor on a GPU accepts indices on the CPU, too."""
     return [i if i is None or i.device == x.device else i.to(x.device) for i in indices]
 
 
-def links_of(
+def gather_plan_of(
     numbers: Tensor, partition: Partition, mesh: DeviceMesh, about: IntLike, op: OpOverload
 ) -> LocalGatherPlan:
     """Returns the gather plan for this rank's indices; in a trace it is made once.
@@ -101,7 +101,7 @@ def links_of(
     """
     wraps = op in _WRAPPING_OPS
     group = compat.group_name_of(mesh, partition.mesh_dims[0])
-    what = ("links", *trace_key(partition), wraps, group)
+    what = ("gather plan", *trace_key(partition), wraps, group)
 
     def make() -> LocalGatherPlan:
         with compat.unrecorded_symbols(numbers):
@@ -188,7 +188,7 @@ def taken(
     Args:
         x: the rows.
         dim: the dim of the rows.
-        index: an index for which `is_linked` holds.
+        index: an index for which `has_gather_plan` holds.
         shape: shape of the result.
         stride: strides of the result.
         op: the op that gathers.
@@ -218,7 +218,7 @@ def _gather_rows(shard: Tensor, dim: int, index: Tensor, layout: Layout, about: 
     """Gathers the rows that this rank's indices name, along dim 0."""
     partition, mesh = layout.partition_of(dim), layout.mesh
     compat.once_for_value(index, _GATHERED_ROWS, lambda: partition)
-    plan = links_of(index, partition, mesh, about, op)
+    plan = gather_plan_of(index, partition, mesh, about, op)
     group_name = compat.group_name_of(mesh, partition.mesh_dims[0])
     num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
     table = _interleave_rows(shard.movedim(dim, 0), partition)
@@ -276,13 +276,13 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     Args:
         x: the rows.
         dim: the dim of the rows.
-        index: an index for which `is_linked` holds: [e].
+        index: an index for which `has_gather_plan` holds: [e].
         value: the value.
         stride: strides of the result.
     """
     layout, shard = x._spec.layout, x._local_tensor
     partition, mesh = layout.partition_of(dim), layout.mesh
-    plan = links_of(index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
+    plan = gather_plan_of(index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
     num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
     is_named = _deinterleave_rows(named_rows(plan.sent, plan.place, shard.shape[dim], num_received), partition)
     shape = [shard.shape[dim] if d == dim else 1 for d in range(shard.ndim)]
@@ -358,7 +358,7 @@ def combined(
     target = Layout.of(mesh, layout.placements, x.shape, x.dtype, partitions)
     zeros, values = zeros_in(x, target), shard_of(source).movedim(dim, 0)
     rows = moved(reduced(x), target) if zeros is None else zeros
-    plan = links_of(moved(index, index_layout), partition, mesh, layout.shape[dim], op)
+    plan = gather_plan_of(moved(index, index_layout), partition, mesh, layout.shape[dim], op)
     num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
     ends = (shard_size(partition, mesh), num_received, compat.group_name_of(mesh, partition.mesh_dims[0]))
     parts = (plan.asked, plan.sent, plan.place, *ends)

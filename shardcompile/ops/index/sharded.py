@@ -21,8 +21,16 @@ from shardcompile import compat
 from shardcompile.collectives import shard_size
 from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed, ShardedDecomposition, state
-from shardcompile.ops.index.joined_indices import linked_numbers
-from shardcompile.ops.index.planned_gathers import beside, column_of, combined, filled, is_linked, not_linked, taken
+from shardcompile.ops.index.flat_index import planned_flat_index
+from shardcompile.ops.index.planned_gathers import (
+    column_of,
+    combined,
+    filled,
+    has_gather_plan,
+    no_gather_plan,
+    on_device_of,
+    taken,
+)
 from shardcompile.ops.index.rule import neighbours
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import padded
@@ -130,7 +138,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor | No
         return NotServed("the rows of the table are not sharded")
     weight = reduced(weight)
     meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
-    if is_linked(indices, partition):
+    if has_gather_plan(indices, partition):
         shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
         found = taken(weight, 0, indices, shape, stride, aten.embedding.default)
         if not isinstance(found, NotServed):
@@ -172,13 +180,13 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | NotServed:
     """``aten.index`` along a sharded dim."""
     if not isinstance(x, Sharded):
         return NotServed("the input is not sharded")
-    indices = beside(indices, x)
+    indices = on_device_of(indices, x)
     return _index(x, indices, aten.index.Tensor, (x, indices))
 
 
 def _index_segments(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | NotServed:
     """``aten.index`` along a dim into which others were flattened."""
-    indices = beside(indices, x)
+    indices = on_device_of(indices, x)
     at = [d for d, i in enumerate(indices) if i is not None]
     if len(at) != 1:
         return NotServed("several dims are indexed")
@@ -203,13 +211,13 @@ def _gather_by_plan(
     rows: Any = x
     flat_index = indices[at[0]]
     if len(at) > 1:
-        flat_index = linked_numbers(partition, [x.shape[d] for d in at], [indices[d] for d in at])
+        flat_index = planned_flat_index(partition, [x.shape[d] for d in at], [indices[d] for d in at])
         if isinstance(flat_index, NotServed):
             return flat_index
         rows = x.flatten(at[0], at[-1])
     row_partition = rows._spec.layout.partitions[at[0]]
-    if not is_linked(flat_index, row_partition):
-        return not_linked(flat_index, row_partition)
+    if not has_gather_plan(flat_index, row_partition):
+        return no_gather_plan(flat_index, row_partition)
     return taken(rows, at[0], flat_index, shape, stride, op)
 
 
@@ -222,8 +230,8 @@ def _gather_from_segments(
     if x._spec.layout.is_partial:
         return NotServed("the input has a pending reduction")
     partition = x._spec.layout.partitions[dim]
-    if not is_linked(index, partition):
-        return not_linked(index, partition)
+    if not has_gather_plan(index, partition):
+        return no_gather_plan(index, partition)
     if any(
         c is not None and not compat.is_one(c.num_segments) for d, c in enumerate(x._spec.layout.partitions) if d != dim
     ):
@@ -285,7 +293,7 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
         return NotServed("the input has a pending reduction")
     meta = global_meta(aten.gather.default, (x, dim, index), {})
     column = column_of(index, dim, x.shape)
-    if column is not None and is_linked(column, partition):
+    if column is not None and has_gather_plan(column, partition):
         shape, stride = compat.global_sizes(meta.shape), compat.retrace(meta.stride())
         found = taken(x, dim, column, shape, stride, aten.gather.default)
         if not isinstance(found, NotServed):
@@ -337,7 +345,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor)
         return NotServed("the input has a pending reduction")
     meta = global_meta(op, (x, dim, index, source), {})
     column = column_of(index, dim, x.shape)
-    if column is not None and is_linked(column, partition):
+    if column is not None and has_gather_plan(column, partition):
         if op is aten.scatter.value:
             return filled(x, dim, column, source, compat.retrace(meta.stride()))
         found = combined(x, dim, column, source, op, "any", include_self=False)

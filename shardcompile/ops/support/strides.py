@@ -100,7 +100,7 @@ def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:
     """
     if record.op.is_view or record.op._schema.is_mutable:
         return False
-    return record.order is not Order.TOLD or (record.elementwise and sum(n > 1 for n in ndims) > 1)
+    return record.order is not Order.FAKE_KERNEL or (record.elementwise and sum(n > 1 for n in ndims) > 1)
 
 
 def in_one_order(record: OpRecord, shards: Sequence[Any], stride: Sequence[IntLike]) -> list[object]:

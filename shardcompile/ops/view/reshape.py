@@ -200,21 +200,21 @@ class WholeRows:
     count: IntLike
 
     @staticmethod
-    def of(size: IntLike, out: IntLike, behind: IntLike, behind_out: IntLike) -> WholeRows | None:
+    def of(size: IntLike, out: IntLike, row_numel: IntLike, out_row_numel: IntLike) -> WholeRows | None:
         """The groups for an input dim of size `size` and an output dim of size `out`.
 
-        A row of the input dim has `behind` elements, a row of the output dim `behind_out`. None if these are symbolic
-        and neither is a multiple of the other.
+        A row of the input dim has `row_numel` elements, a row of the output dim `out_row_numel`. None if these are
+        symbolic and neither is a multiple of the other.
         """
-        if isinstance(behind, int) and isinstance(behind_out, int):
-            rows: IntLike = behind_out // max(math.gcd(behind, behind_out), 1)
-        elif compat.divides(behind, behind_out):
-            rows = compat.quotient(behind_out, behind)
-        elif compat.divides(behind_out, behind):
+        if isinstance(row_numel, int) and isinstance(out_row_numel, int):
+            rows: IntLike = out_row_numel // max(math.gcd(row_numel, out_row_numel), 1)
+        elif compat.divides(row_numel, out_row_numel):
+            rows = compat.quotient(out_row_numel, row_numel)
+        elif compat.divides(out_row_numel, row_numel):
             rows = 1
         else:
             return None
-        exact = compat.statically_known_true(behind * rows == behind_out)
+        exact = compat.statically_known_true(row_numel * rows == out_row_numel)
         return WholeRows(rows, out if exact else size // max(rows, 1))
 
     def shard_like(self, through: OnPartition, mesh: DeviceMesh, partition: Partition) -> Partition | None:

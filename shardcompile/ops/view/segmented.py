@@ -56,14 +56,14 @@ def _plan_view(layout: Layout) -> tuple[Unflattened, Choice, Layout]:
     Returns:
         How leading dims are split off, the strategy of the view, and the layout of its result.
     """
-    apart = Unflattened.of(layout)
-    source = TensorArg(apart.layout(layout))
+    unflattened = Unflattened.of(layout)
+    source = TensorArg(unflattened.layout(layout))
     rule = find_rule(aten.reshape.default)
     assert rule is not None, "views have a rule"
     call = OpCall(aten.reshape.default, (source, list(layout.shape)), {}, (source,))
     choice = choose([source.layout], rule.strategies_for(call), 1)
     assert choice is not None, "replicating is always possible"
-    return apart, choice, choice.outputs[0].layout(source.layout, layout.shape, layout.dtype)
+    return unflattened, choice, choice.outputs[0].layout(source.layout, layout.shape, layout.dtype)
 
 
 def with_contiguous_shards(x: object) -> object:
@@ -76,8 +76,8 @@ def with_contiguous_shards(x: object) -> object:
     if _is_exchanged(x._spec.layout):
         layout = layout_with_contiguous_shards(x._spec.layout)
         return wrap(x, run_plan(find_plan(x._spec.layout, layout), local), layout, x._spec.stride)
-    apart, choice, layout = _plan_view(x._spec.layout)
-    shard = run_plan(choice.plans[0], aten.view.default(local, apart.shape(local.shape)))
+    unflattened, choice, layout = _plan_view(x._spec.layout)
+    shard = run_plan(choice.plans[0], aten.view.default(local, unflattened.shape(local.shape)))
     shard = shard.clone(memory_format=torch.contiguous_format)
     return wrap(x, aten.view.default(shard, list(local_shape_of(layout))), layout, x._spec.stride)
 

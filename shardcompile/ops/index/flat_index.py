@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shardcompile.ops import NotServed
-from shardcompile.ops.index.planned_gathers import is_linked, not_linked
+from shardcompile.ops.index.planned_gathers import has_gather_plan, no_gather_plan
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Partition
 
 
-def joined_numbers(sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Tensor:
+def flat_index(sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Tensor:
     """Indices into the flattened dims, in the shape to which the indices broadcast.
 
     An index that is out of range along one dim becomes one that is out of range of the flattened dims.
@@ -39,17 +39,17 @@ def joined_numbers(sizes: Sequence[IntLike], indices: Sequence[Tensor]) -> Tenso
     return torch.where(outside, total, flat)
 
 
-def linked_numbers(
+def planned_flat_index(
     partition: Partition | None, sizes: Sequence[IntLike], indices: Sequence[Tensor]
 ) -> Sharded | NotServed:
-    """`joined_numbers`, if the rows can be gathered by a gather plan (see `is_linked`).
+    """`flat_index`, if the rows can be gathered by a gather plan (see `has_gather_plan`).
 
     Args:
         partition: partition of the flattened dims.
         sizes: sizes of the dims.
         indices: an index tensor for each dim.
     """
-    if not any(is_linked(i, partition) for i in indices):
-        return not_linked(indices[0], partition)
-    flat = joined_numbers(sizes, indices)
-    return flat if is_linked(flat, partition) else not_linked(flat, partition)
+    if not any(has_gather_plan(i, partition) for i in indices):
+        return no_gather_plan(indices[0], partition)
+    flat = flat_index(sizes, indices)
+    return flat if has_gather_plan(flat, partition) else no_gather_plan(flat, partition)
