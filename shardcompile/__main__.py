@@ -315,8 +315,8 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
 
     enough = gpus.are_enough(ranks)
     if wanted == "nccl" and not enough:
-        found, way_out = torch.cuda.device_count(), f"{gpus.SHARE}=1 lets them share one"
-        parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {found}; {way_out}")
+        found, workaround = torch.cuda.device_count(), f"{gpus.SHARE}=1 lets them share one"
+        parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {found}; {workaround}")
     if wanted == "auto":
         return "nccl" if enough else "gloo"
     return wanted

@@ -64,13 +64,13 @@ class DivergenceError(ShardError):
     """Ranks have diverged, or one of them has died, so that the others would hang."""
 
 
-def refusal(call: str, given: str, why: str, way_out: str) -> UnsupportedOpError:
+def refusal(call: str, given: str, why: str, workaround: str) -> UnsupportedOpError:
     """Returns the error that refuses a call: the op, the layouts, the reason, and the way out.
 
     Args:
         call: the op or function, by the name that the user calls.
         given: the layouts of its inputs, as text.
         why: the reason, as a clause.
-        way_out: what to do instead, as a sentence without its full stop.
+        workaround: what to do instead, as a sentence without its full stop.
     """
-    return UnsupportedOpError(f"{call} of {given}: {why}. {way_out}")
+    return UnsupportedOpError(f"{call} of {given}: {why}. {workaround}")

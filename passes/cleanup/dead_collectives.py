@@ -92,8 +92,8 @@ class DropDeadCollectives:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        if any(map(_is_superseded, graph.nodes)):
-            graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_superseded(node))
+        if any(map(_is_marked_dead, graph.nodes)):
+            graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_marked_dead(node))
 
 
 class DropRepeatedWaits:
@@ -123,7 +123,7 @@ class DropRepeatedWaits:
                 graph.erase_node(node)
 
 
-def _is_superseded(node: Node) -> bool:
+def _is_marked_dead(node: Node) -> bool:
     return node.target is WAIT and compat.DEAD_EXCHANGE in node.meta
 
 

@@ -13,7 +13,7 @@ from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake  # 2.11 - 2.15
 
 from shardcompile.compat.backward_inputs import saved_for_backward
-from shardcompile.compat.compiling import keep_ranks_alike, trace_size_obliviously
+from shardcompile.compat.compiling import make_decisions_rank_invariant, trace_size_obliviously
 from shardcompile.compat.dynamo import (
     has_guarded_address,
     keep_from_dynamo,
@@ -185,7 +185,6 @@ __all__ = [
     "keep_from_dynamo",
     "keep_own_node",
     "keep_protocol_from_dynamo",
-    "keep_ranks_alike",
     "keep_symbol",
     "kernel_of",
     "last_repetition",
@@ -193,6 +192,7 @@ __all__ = [
     "load_inductor",
     "lower_when_traced",
     "made_for_value",
+    "make_decisions_rank_invariant",
     "make_known_to_einops",
     "mark_dead",
     "mark_static",

@@ -31,7 +31,7 @@ def trace_size_obliviously() -> None:
         # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived partition. For an
         # `item` in the user's code it consults another switch.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
-    keep_ranks_alike()
+    make_decisions_rank_invariant()
     if _symbolic_shapes_config.backed_size_oblivious:
         return
     _symbolic_shapes_config.backed_size_oblivious = True
@@ -56,7 +56,7 @@ def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
     return initialised
 
 
-def keep_ranks_alike() -> None:
+def make_decisions_rank_invariant() -> None:
     """Have the running compilation decide on collectives by the program, not by this rank's numbers.
 
     Every graph with sharded tensors needs this. The shards of parameters, and of a tensor that the program partitions,

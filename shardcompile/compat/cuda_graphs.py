@@ -21,7 +21,7 @@ FEWEST_KERNELS = 8
 """The fewest kernels that are captured together: an estimate of how many launches take as long as a replay."""
 
 
-def captures_beside_collectives(stack: contextlib.ExitStack) -> None:
+def captures_with_collectives(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.scheduler import Scheduler  # 2.11 - 2.15
 
@@ -170,7 +170,7 @@ def _is_ours(operation: object) -> bool:
 
 
 CAPTURES_BESIDE_COLLECTIVES = Patch(
-    "captures_beside_collectives",
+    "captures_with_collectives",
     "torch._inductor.scheduler.Scheduler.should_partition, graph_partition, "
     "maybe_reorder_for_minimizing_partition, reorder_for_partition_with_simple_dependency",
     "With mode='reduce-overhead', Inductor divides a graph at ops that no CUDA graph may hold, into functions to be "
@@ -181,7 +181,7 @@ CAPTURES_BESIDE_COLLECTIVES = Patch(
     "is neither returned nor passed on, and the next partition allocates it again. wait_tensor has no cudagraph_unsafe "
     "tag, which is right only for collectives that are captured with it.",
     "2.11 - 2.15",
-    captures_beside_collectives,
+    captures_with_collectives,
 )
 
 COPIES_OF_LATE_SIZES = Patch(

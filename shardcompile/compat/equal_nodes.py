@@ -16,7 +16,7 @@ from shardcompile.compat.patch import Patch, replace
 aten = torch.ops.aten
 
 
-def parts_stay_apart(stack: contextlib.ExitStack) -> None:
+def parts_stay_separate(stack: contextlib.ExitStack) -> None:
     parts = [
         *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
         *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
@@ -61,14 +61,14 @@ def _storage_of(node: Node) -> StorageWeakRef | None:
 
 
 PARTS_STAY_APART = Patch(
-    "parts_stay_apart",
+    "parts_stay_separate",
     "torch._functorch.compile_utils.rand_ops",
     "Torch merges nodes that compute the same. On a rank whose n is 0, rows 0 to n and rows n to 2n of a tensor are "
     "the same: this rank would send one of them, and others both. The ops in this list are not merged.",
     "fx_graph_cse compares the arguments of nodes. Where these are local sizes, the ranks of one program merge "
     "different collectives, and wait for one another.",
     "2.11 - 2.15",
-    parts_stay_apart,
+    parts_stay_separate,
 )
 
 ONE_WAIT_EACH = Patch(

@@ -68,7 +68,7 @@ def _asking_hints(decide: Decide) -> Decide:
             return answered(node, file, line)
         if _whether_few_late_rows(node):
             return _for_many_rows(node)
-        shared = _beside_few_rows(node)
+        shared = _with_few_rows(node)
         if shared is None:
             return answered(node, file, line)
         env = _shape_env(node)
@@ -110,7 +110,7 @@ def _shape_env(node: SymNode) -> ShapeEnv:
     return cast(ShapeEnv, node.shape_env)  # torch 2.15 declares it optional
 
 
-def _beside_few_rows(node: SymNode) -> sympy.Expr | None:
+def _with_few_rows(node: SymNode) -> sympy.Expr | None:
     """If a condition asks whether a count of a shard's elements is 0 or 1: the count's factors that all ranks share.
 
     If these are 0, so is the count. Where the condition asks for 1, they do not matter, and 1 stands for them: by its

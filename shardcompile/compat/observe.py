@@ -58,9 +58,9 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
 
     @functools.wraps(call)
     def call_user_compiler(self: OutputGraph, gm: GraphModule, example_inputs: list[torch.Tensor]) -> object:
-        with contextlib.ExitStack() as told:
+        with contextlib.ExitStack() as wrapped:
             for observer in _OBSERVERS.here():
-                told.enter_context(observer.captured(*_name(self.root_tx.f_code), gm))
+                wrapped.enter_context(observer.captured(*_name(self.root_tx.f_code), gm))
             return call(self, gm, example_inputs)
 
     @functools.wraps(aot)
@@ -119,16 +119,16 @@ def _name(code: types.CodeType) -> tuple[str, str]:
 
 def _observe(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of ``aot_module_simplified``, with compilers and a partitioner that call the observer."""
-    told, of = dict(kwargs), observer.current()
+    wrapped, of = dict(kwargs), observer.current()
     for name, side in (("fw_compiler", "forward"), ("bw_compiler", "backward"), ("inference_compiler", "inference")):
         compiler = kwargs.get(name)
         if isinstance(compiler, SerializableAOTDispatchCompiler):
             inner = _wrap_compiler(observer, of, compiler.compiler_fn, side)
-            told[name] = SerializableAOTDispatchCompiler(compiler.output_code_ty, inner)
+            wrapped[name] = SerializableAOTDispatchCompiler(compiler.output_code_ty, inner)
         elif compiler is not None:
-            told[name] = _wrap_compiler(observer, of, compiler, side)
-    told["partition_fn"] = _wrap_partitioner(observer, of, kwargs.get("partition_fn") or default_partition)
-    return told
+            wrapped[name] = _wrap_compiler(observer, of, compiler, side)
+    wrapped["partition_fn"] = _wrap_partitioner(observer, of, kwargs.get("partition_fn") or default_partition)
+    return wrapped
 
 
 def _wrap_compiler(observer: Observer, of: object, compiler: Callable[..., _T], side: str) -> Callable[..., _T]:
@@ -189,7 +189,7 @@ def cache_counts() -> dict[str, int]:
     }
 
 
-def is_order_held(graph: torch.fx.Graph) -> bool:
+def is_order_pinned(graph: torch.fx.Graph) -> bool:
     """Whether a graph has edges that carry no data and hold nodes in their order."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.fx_passes.control_dependencies import control_deps  # 2.11 - 2.15

@@ -48,7 +48,7 @@ from shardcompile.compat.replacements import (
     views_by_stride,
 )
 from shardcompile.compat.saved_inputs import saved_before_written, saved_by_common_hints, sizes_of_saved_products
-from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
+from shardcompile.compat.saved_strides import saved_after_written, saved_as_traced
 from shardcompile.compat.scheduling import (
     BROADCAST_BY_GUARDS,
     LOOKUPS_IN_NO_ROWS,
@@ -160,7 +160,7 @@ OF_RANKS_ALIKE = (
         sizes_of_saved_products,
     ),
     Patch(
-        "saved_behind_written",
+        "saved_after_written",
         "torch._functorch._aot_autograd.graph_compile._aot_stage2b_bw_compile",
         "The backward graph is compiled for the strides that Inductor gave to the saved tensors. If the program writes "
         "to a sharded input, each saved tensor gets the strides of another one.",
@@ -168,7 +168,7 @@ OF_RANKS_ALIKE = (
         "input of a tensor subclass that is written to may be none; the partitioner counts by "
         "compute_inner_mutated_inp_indices_from_subclass_meta. RuntimeError: mismatch in length of strides and shape.",
         "2.11 - 2.15",
-        saved_behind_written,
+        saved_after_written,
     ),
     PARTS_STAY_APART,
     ONE_WAIT_EACH,
@@ -179,8 +179,8 @@ OF_RANKS_ALIKE = (
         "pads_on_all_ranks",
         "torch.distributed.tensor.placement_types.pad_tensor, unpad_tensor",
         "Before a gather DTensor pads every shard that is smaller than the largest. Paddings are not merged "
-        "(`parts_stay_apart`), nor are their collectives; equal gathers without padding are. So ranks have different "
-        "numbers of collectives.",
+        "(`parts_stay_separate`), nor are their collectives; equal gathers without padding are. So ranks have "
+        "different numbers of collectives.",
         "By its comment, pad_tensor leaves a node for a padding of 0 while tracing, so that all ranks have the same "
         "graph. It leaves none if the amount is a number.",
         "2.11 - 2.14",

@@ -64,8 +64,8 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
             # Only the backward graph can read a size off a gradient.
             found = {s: n for s, n in find(graph).items() if not set(tangents).intersection(n.all_input_nodes)}
             # For the cache of graphs, only the saved sizes define symbols; tensors of the backward pass do not.
-            untold = (_untold([*saved, *tangents]) | _untold(saved_sym_nodes)) - found.keys()
-            return {**found, **_sizes(graph, untold)} if untold else found
+            unbound = (_unbound([*saved, *tangents]) | _unbound(saved_sym_nodes)) - found.keys()
+            return {**found, **_sizes(graph, unbound)} if unbound else found
 
         with contextlib.ExitStack() as meanwhile:
             replace(meanwhile, partitioners, "find_symbol_binding_fx_nodes", lambda _: find_more)
@@ -74,7 +74,7 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
     return extract_modules
 
 
-def _untold(saved: Sequence[Node]) -> set[sympy.Symbol]:
+def _unbound(saved: Sequence[Node]) -> set[sympy.Symbol]:
     """The symbols in saved sizes, and in sizes and strides of saved tensors, that are not themselves among these."""
     values = [x.meta.get("val") for x in saved]
     numbers = [n for t in values for n in ((*t.shape, *t.stride()) if isinstance(t, Tensor) else (t,))]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 
 
-def saved_behind_written(stack: contextlib.ExitStack) -> None:
+def saved_after_written(stack: contextlib.ExitStack) -> None:
     replace(stack, graph_compile, "_aot_stage2b_bw_compile", _counting_what_is_written)  # 2.11 - 2.15
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch._inductor.ir import Layout  # 2.11 - 2.15
 
 
-def strides_behind_sizes(stack: contextlib.ExitStack) -> None:
+def strides_after_sizes(stack: contextlib.ExitStack) -> None:
     if torch.__version__ < "2.12":  # the replacement runs in each call of a compiled function
         replace(stack, SubclassCreationMeta, "compute_outer_size_and_stride", lambda _: _sizes_and_then_strides)  # 2.11
 
@@ -84,13 +84,13 @@ def _or_by_known_order(in_order_of: Callable[..., object]) -> staticmethod[..., 
 
 put_in_for_good(
     Patch(
-        "strides_behind_sizes",
+        "strides_after_sizes",
         "torch._functorch._aot_autograd.schemas.SubclassCreationMeta.compute_outer_size_and_stride",
         "A graph returns the symbols in the size of a sharded result, then those in its strides. Torch reads the "
         "strides from the place of the size, so the result reports other strides than its shards have.",
         "https://github.com/pytorch/pytorch/pull/176740",
         "2.11",
-        strides_behind_sizes,
+        strides_after_sizes,
     )
 )
 

@@ -109,7 +109,7 @@ class _Followed:
         """Records the graph as the input of the first pass."""
         self._before = self._after = Analysis.of(graph, self._model)
         self._traced = tuple(map(traced_collective, self._before.found))
-        self._ways = attention_strategies(graph)
+        self._attention_strategies = attention_strategies(graph)
         self._gone: dict[str, str] = {}
         self._steps: list[PassStep] = []
         self._text = str(graph)
@@ -131,7 +131,7 @@ class _Followed:
         for c in self._traced:
             if c.name not in present:
                 self._gone.setdefault(c.name, name)
-        if not observe.is_order_held(graph):  # AddControlDependencies hides nodes but keeps the order
+        if not observe.is_order_pinned(graph):  # AddControlDependencies hides nodes but keeps the order
             self._after = Analysis.of(graph, self._model)
 
     def report(self) -> GraphReport:
@@ -151,7 +151,7 @@ class _Followed:
             exposed=timeline.exposed,
             bound=self._after.bound,
             peak_bytes=timeline.peak_bytes,
-            ways=self._ways,
+            attention_strategies=self._attention_strategies,
         )
 
 

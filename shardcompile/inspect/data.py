@@ -126,7 +126,7 @@ class GraphReport:
         exposed: how long the compute stream waits or has nothing to do.
         bound: a lower bound on the time, for any order of the nodes.
         peak_bytes: the peak memory in bytes.
-        ways: the strategies of its attentions, with the reasons; see `shardcompile.config.attention`.
+        attention_strategies: the strategies of its attentions, with the reasons; see `shardcompile.config.attention`.
     """
 
     side: str
@@ -141,7 +141,7 @@ class GraphReport:
     exposed: float
     bound: float
     peak_bytes: int
-    ways: tuple[str, ...] = ()
+    attention_strategies: tuple[str, ...] = ()
 
     def sources_of(self, c: IssuedCollective) -> str:
         """Returns the lines of the program that led to an issued collective, or an empty text."""

@@ -142,7 +142,7 @@ function header() {
     data.error ? el("p", { class: "error" }, `Ended by ${data.error}`) : "",
     list(plural(data.graphBreaks.length, "graph break"), data.graphBreaks),
     list(plural(data.recompiles.length, "recompile"), data.recompiles),
-    list("Ways that attention goes", data.ways),
+    list("Strategies of attention", data.attentionStrategies),
     data.advice.length
       ? el("section", { class: "advice", "aria-labelledby": "todo" },
         el("h2", { id: "todo" }, "What to do"), el("ol", {}, data.advice.map((t) => el("li", {}, t))))

@@ -67,7 +67,9 @@ def _data(report: ReportData) -> dict[str, object]:
         "torch": report.torch,
         "predictedFor": report.predicted_for,
         "notes": report.notes,
-        "ways": list(dict.fromkeys(f"{g.side}: {strategy}" for g in report.graphs for strategy in g.ways)),
+        "attentionStrategies": list(
+            dict.fromkeys(f"{g.side}: {strategy}" for g in report.graphs for strategy in g.attention_strategies)
+        ),
         "error": report.error,
         "graphBreaks": report.graph_breaks,
         "recompiles": report.recompiles,

@@ -93,4 +93,4 @@ _RECORDS = {"steps": PassStep, "traced": TracedCollective, "issued": IssuedColle
 
 def _graph(data: dict[str, Any]) -> GraphReport:
     records = {name: tuple(_tuples(cls, record) for record in data[name]) for name, cls in _RECORDS.items()}
-    return GraphReport(**(data | records | {"ways": tuple(data["ways"])}))
+    return GraphReport(**(data | records | {"attention_strategies": tuple(data["attention_strategies"])}))

@@ -79,7 +79,7 @@ def _graph_lines(graph: GraphReport) -> Iterator[str]:
     changed = [s.name for s in graph.steps if s.changed]
     if graph.steps:
         yield f"    passes that changed it: {', '.join(changed) or 'none'}"
-    yield from (f"    attention goes {strategy}" for strategy in graph.ways)
+    yield from (f"    attention goes {strategy}" for strategy in graph.attention_strategies)
     if issued:
         yield from (f"    {row}" for row in _table(graph))
 

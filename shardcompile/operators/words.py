@@ -116,8 +116,8 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.op.is_view:
         copies = record.copies_shard is True
         yield "a view", "a copy of the shard" if copies else "of the local shard if that holds its rows"
-    if record.way_back is not None:
-        yield "written to", f"a copied view is written back: {_place(record.way_back)}"
+    if record.write_back is not None:
+        yield "written to", f"a copied view is written back: {_place(record.write_back)}"
     if record.becomes is not None:
         yield "other memory", f"the tensor becomes: {_place(record.becomes)}"
     if record.is_random:

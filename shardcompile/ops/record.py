@@ -139,7 +139,7 @@ class OpRecord:
         instead: the op to use where strides do not permit a view; empty if the op makes a copy then.
         becomes: for an op that changes the memory of a tensor (such as `resize_`): returns the tensor that the argument
             becomes.
-        way_back: for a view op: writes the value of a copied view back to its base. Takes the base, the new value of
+        write_back: for a view op: writes the value of a copied view back to its base. Takes the base, the new value of
             the view, the index of the result, and the other arguments of the op.
         copies_shard: whether the local shard of the view has to be a copy; or a function that decides this from the
             layouts of the base and of the view.
@@ -168,7 +168,7 @@ class OpRecord:
     shape_kernel: Run | None = None
     instead: str = ""
     becomes: Run | None = None
-    way_back: Run | None = None
+    write_back: Run | None = None
     copies_shard: bool | Callable[[Layout, Layout], bool] = False
     is_same: bool = False
     one_value: bool = False
@@ -200,7 +200,7 @@ class Facts(TypedDict, total=False):
     shape_kernel: Run
     instead: str
     becomes: Run
-    way_back: Run
+    write_back: Run
     copies_shard: bool | Callable[[Layout, Layout], bool]
     is_same: bool
     one_value: bool

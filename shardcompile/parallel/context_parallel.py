@@ -95,8 +95,8 @@ def _problem(x: Tensor, dim: int) -> str | None:
     if isinstance(x, ShardTensor):
         return f"is sharded already: {x._spec.layout.describe()}"
     if type(x) is not Tensor:
-        way_out = "; parameters stay replicated" if isinstance(x, torch.nn.Parameter) else ""
-        return f"is a {type(x).__name__}, not a plain tensor{way_out}"
+        workaround = "; parameters stay replicated" if isinstance(x, torch.nn.Parameter) else ""
+        return f"is a {type(x).__name__}, not a plain tensor{workaround}"
     if x.requires_grad:
         return "requires a gradient; use distribute_tensor, or ShardTensor.from_local, which is differentiable"
     if not -x.ndim <= dim < x.ndim:

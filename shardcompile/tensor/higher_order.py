@@ -13,7 +13,7 @@ from shardcompile.sharded import Sharded
 
 def control_flow_refusal(name: str, x: Sharded) -> UnsupportedOpError:
     """Returns the error for control flow on a sharded tensor."""
-    way_out = {
+    workaround = {
         "cond": "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is "
         "compiled as one of them",
         "while_loop": "A Python loop over a number of steps is unrolled",
@@ -25,7 +25,7 @@ def control_flow_refusal(name: str, x: Sharded) -> UnsupportedOpError:
         name.removesuffix("_impl"),
         x._spec.layout.describe(),
         "torch traces its function on tensors that have no layout",
-        f"{way_out[name]}; or run it on local shards with shardcompile.local_map",
+        f"{workaround[name]}; or run it on local shards with shardcompile.local_map",
     )
 
 

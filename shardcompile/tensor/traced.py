@@ -140,7 +140,7 @@ class Traced(Sharded):
         if type(self._copied) is CopiedView and self._holds_values and self._copied.is_stale:
             return flat[0], self._stale_metadata(flat[1])
         if compat.is_compiling():
-            compat.keep_ranks_alike()
+            compat.make_decisions_rank_invariant()
             if self._may_vary:
                 self._prepare_trace(flat[1])
         return flat

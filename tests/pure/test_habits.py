@@ -75,6 +75,15 @@ REPLACED = {
     "stretch": "segment",
     "stretches": "segments",
     "mirrors": "reflection",
+    "told": "stated",
+    "linked": "planned",
+    "superseded": "dead",
+    "beside": "on the same device, or after",
+    "behind": "overlapped",
+    "apart": "unflattened, or separate",
+    "alike": "rank-invariant",
+    "way": "strategy, algorithm or path",
+    "ways": "strategies, algorithms or paths",
 }
 """Words that the field does not use for what they stood for, and what it says."""
 

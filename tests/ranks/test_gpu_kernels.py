@@ -188,7 +188,7 @@ def test_collectives_waits_and_joins_stay_outside_of_captures(patched: bool, mon
             assert_matches_single_device(Layer(), [torch.randn(11, 8)], [Shard(0)], mesh=mesh, backend="shardcompile")
 
     monkeypatch.setattr(cuda_graphs, "FEWEST_KERNELS", 1)
-    without = contextlib.nullcontext() if patched else patch.leave_out("captures_beside_collectives")
+    without = contextlib.nullcontext() if patched else patch.leave_out("captures_with_collectives")
     with LocalRanks(3, processes=False) as ranks, codes_for_gpus() as codes, without:
         if patched:
             ranks(compared)

@@ -518,9 +518,9 @@ SCENES: dict[str, Callable[[], str]] = {
         lambda x: (nnf.conv2d(x.movedim(3, 1), KERNEL, stride=2) + 1).unsqueeze(1).movedim(2, 4),
         *(lambda n: random(2, n, 7, 2), 1, [[5, 4], [2, 7]]),
     ),
-    "strides_behind_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
+    "strides_after_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
     "collectives_stay": WRITTEN_PARTIAL,
-    "saved_behind_written": WRITTEN_PARTIAL,
+    "saved_after_written": WRITTEN_PARTIAL,
     "ones_in_kernels_by_hint": Fuzzed(
         [
             "v0 = torch.linalg.vector_norm(a0, 1, [-3], True)  # if away(a0, 0)",
@@ -606,7 +606,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
         "inductor",
     ),
-    "parts_stay_apart": Fuzzed(
+    "parts_stay_separate": Fuzzed(
         ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
         [Input("a0", (5, 1), "R", grad=True)],
         2,
@@ -684,7 +684,7 @@ WITHOUT_A_PROGRAM = {
     "sizes_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "copies_of_late_sizes": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "backward_before_forward": "it is of kernels of GPUs: see test_gpu_kernels.py",
-    "captures_beside_collectives": "it is of kernels of GPUs: see test_gpu_kernels.py",
+    "captures_with_collectives": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "mixed_reductions_by_hint": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "no_padding_by_time": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_partition_along_their_height`; nothing smaller is known",
@@ -708,7 +708,7 @@ of them, we trace other ones, or a part of what they do has come to torch. Other
 patches stay."""
 
 COVERED_BY = {
-    "joins_of_copies": "parts_stay_apart",
+    "joins_of_copies": "parts_stay_separate",
 }
 """Patches without which their programs go right because of another one, which helps there as well. The program is wrong
 without both, and right with either."""

@@ -104,4 +104,4 @@ def _over_an_even_division(nbytes: Sequence[int]) -> float:
 
 
 def _cheapest(costs: dict[Algorithm, float]) -> Algorithm:
-    return min(costs, key=lambda way: costs[way])
+    return min(costs, key=costs.__getitem__)

@@ -162,7 +162,7 @@ class CopiedView:
             UnsupportedOpError: it cannot.
         """
         parent = self.args[0]
-        if record_of(self.op).way_back is None:
+        if record_of(self.op).write_back is None:
             raise UnsupportedOpError(
                 f"{op} writes to a view ({self.op}) that a shard cannot hold and that had to be copied, and there is "
                 f"no way back to the tensor that was viewed ({parent._spec.layout.describe()}). Write to the tensor "
@@ -179,9 +179,9 @@ class CopiedView:
 
     def _inverse(self, value: Tensor) -> object:
         """Returns the new value of the viewed tensor, in which the view has a new value."""
-        way_back = record_of(self.op).way_back
-        assert way_back is not None, "check_writable has been called"
-        return way_back(self.args[0], value, self.index, *self.args[1:])
+        write_back = record_of(self.op).write_back
+        assert write_back is not None, "check_writable has been called"
+        return write_back(self.args[0], value, self.index, *self.args[1:])
 
 
 class GivenCopy:
@@ -242,25 +242,25 @@ def _permute_back(parent: Tensor, value: Tensor, _: object, dims: Sequence[int])
     return aten.permute.default(value, inverse)
 
 
-state(aten.slice.Tensor, way_back=_scatter(aten.slice_scatter.default))
-state(aten.select.int, way_back=_scatter(aten.select_scatter.default))
-state(aten.diagonal.default, way_back=_scatter(aten.diagonal_scatter.default))
-state(aten.as_strided.default, way_back=_scatter(aten.as_strided_scatter.default))
-state(aten.unbind.int, way_back=_unbind_back)
-state(aten.split.Tensor, way_back=_split_back)
-state(aten.split_with_sizes.default, way_back=_split_sizes_back)
-state(aten.t.default, way_back=lambda parent, value, _: aten.t.default(value))
-state(aten.transpose.int, way_back=lambda parent, value, _, a, b: aten.transpose.int(value, a, b))
-state(aten.permute.default, way_back=_permute_back)
-state(aten.view.default, way_back=_reshape)
-state(aten._unsafe_view.default, way_back=_reshape)
-state(aten.reshape.default, way_back=_reshape)
-state(aten.unsqueeze.default, way_back=_reshape)
-state(aten.squeeze.default, way_back=_reshape)
-state(aten.squeeze.dim, way_back=_reshape)
-state(aten.squeeze.dims, way_back=_reshape)
-state(aten.alias.default, way_back=lambda parent, value, _: value)
-state(aten.detach.default, way_back=lambda parent, value, _: value, is_same=True)
+state(aten.slice.Tensor, write_back=_scatter(aten.slice_scatter.default))
+state(aten.select.int, write_back=_scatter(aten.select_scatter.default))
+state(aten.diagonal.default, write_back=_scatter(aten.diagonal_scatter.default))
+state(aten.as_strided.default, write_back=_scatter(aten.as_strided_scatter.default))
+state(aten.unbind.int, write_back=_unbind_back)
+state(aten.split.Tensor, write_back=_split_back)
+state(aten.split_with_sizes.default, write_back=_split_sizes_back)
+state(aten.t.default, write_back=lambda parent, value, _: aten.t.default(value))
+state(aten.transpose.int, write_back=lambda parent, value, _, a, b: aten.transpose.int(value, a, b))
+state(aten.permute.default, write_back=_permute_back)
+state(aten.view.default, write_back=_reshape)
+state(aten._unsafe_view.default, write_back=_reshape)
+state(aten.reshape.default, write_back=_reshape)
+state(aten.unsqueeze.default, write_back=_reshape)
+state(aten.squeeze.default, write_back=_reshape)
+state(aten.squeeze.dim, write_back=_reshape)
+state(aten.squeeze.dims, write_back=_reshape)
+state(aten.alias.default, write_back=lambda parent, value, _: value)
+state(aten.detach.default, write_back=lambda parent, value, _: value, is_same=True)
 
 
 def follow(

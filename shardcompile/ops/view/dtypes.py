@@ -78,11 +78,11 @@ def _write_back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) ->
 
 
 register(aten.view.dtype, _view, _append_local_shape)
-state(aten.view.dtype, kernel=_kernel, copies_shard=_may_copy, way_back=_write_back)
+state(aten.view.dtype, kernel=_kernel, copies_shard=_may_copy, write_back=_write_back)
 state(
     aten.view_as_complex.default,
     kernel=_as_complex,
     copies_shard=_may_copy,
-    way_back=lambda parent, value, _: aten.view_as_real.default(value),
+    write_back=lambda parent, value, _: aten.view_as_real.default(value),
 )
-state(aten.view_as_real.default, way_back=lambda parent, value, _: aten.view_as_complex.default(value))
+state(aten.view_as_real.default, write_back=lambda parent, value, _: aten.view_as_complex.default(value))

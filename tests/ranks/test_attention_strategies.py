@@ -51,21 +51,21 @@ def test_few_rows_are_gathered_and_many_come_by_a_ring() -> None:
     assert kinds(few) == {"all_gather_v"}
     assert kinds(many) == {"fetch_shard"}
     assert kinds(many, "backward") == {"fetch_shard", "return_shard"}
-    (way,) = few.graphs[0].ways
+    (way,) = few.graphs[0].attention_strategies
     assert way.startswith("with all keys and values gathered: 96 KiB sent, 32 KiB held, ")
     assert "little would be gained by a ring: 48 KiB sent, 16 KiB held, " in way
-    forward, backward = (g.ways for g in many.graphs)
+    forward, backward = (g.attention_strategies for g in many.graphs)
     assert len(forward) == len(backward) == 1
     assert "predicted to be faster than with all keys and values gathered: 1.5 MiB sent, 512 KiB held" in forward[0]
     assert f"attention goes {forward[0]}" in str(many)
-    assert Report.from_json(many.to_json()).graphs[0].ways == forward
+    assert Report.from_json(many.to_json()).graphs[0].attention_strategies == forward
     assert forward[0] in many.to_html()
 
 
 def test_a_ring_that_is_too_long_is_not_taken_and_told() -> None:
     found = explained(of_rows(1 << 19, 2), 16)
     assert kinds(found) == {"all_gather_v"}
-    assert "a ring of 16 ranks is longer than config.ring_steps, 8" in found.graphs[0].ways[0]
+    assert "a ring of 16 ranks is longer than config.ring_steps, 8" in found.graphs[0].attention_strategies[0]
     with sc.config.patch(ring_steps=3):
         assert kinds(explained(of_rows(1 << 17, 2), 4)) == {"all_gather_v"}
 
@@ -76,7 +76,10 @@ def test_a_ring_where_the_other_way_holds_too_much() -> None:
     with sc.config.patch(attention_bytes=1 << 20):
         found = explained(build, 4)
     assert kinds(found) == {"fetch_shard"}
-    assert "config.attention_bytes is 1 MiB, less than with all keys and values gathered" in found.graphs[0].ways[0]
+    assert (
+        "config.attention_bytes is 1 MiB, less than with all keys and values gathered"
+        in found.graphs[0].attention_strategies[0]
+    )
 
 
 def test_ways_that_are_set() -> None:
@@ -85,15 +88,15 @@ def test_ways_that_are_set() -> None:
         with sc.config.patch(attention=attention):
             report = explained(of_rows(64), 4, "cpu")
         assert kinds(report) == found
-        assert report.graphs[0].ways[0].endswith(f"; config.attention is '{attention}'")
+        assert report.graphs[0].attention_strategies[0].endswith(f"; config.attention is '{attention}'")
     with sc.config.patch(attention="heads"):
-        (way,) = explained(of_rows(64, 2), 4, "cpu").graphs[0].ways
+        (way,) = explained(of_rows(64, 2), 4, "cpu").graphs[0].attention_strategies
     assert "; config.attention is 'heads', which is not possible here; " in way
 
 
 def test_nothing_is_told_where_nothing_is_sent() -> None:
-    assert [g.ways for g in explained(of_rows(64, placed=Shard(1)), 4, "cpu").graphs] == [(), ()]
-    assert explained(of_rows(64, placed=Replicate()), 4, "cpu").graphs[0].ways == ()
+    assert [g.attention_strategies for g in explained(of_rows(64, placed=Shard(1)), 4, "cpu").graphs] == [(), ()]
+    assert explained(of_rows(64, placed=Replicate()), 4, "cpu").graphs[0].attention_strategies == ()
 
 
 @pytest.mark.ranks(2)  # ranks that are threads would share the setting
