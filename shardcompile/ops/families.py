@@ -32,7 +32,7 @@ from shardcompile.ops.scan import rule as scan_rule
 from shardcompile.ops.scan import sharded as scan
 from shardcompile.ops.sort import rule as sort_rule
 from shardcompile.ops.sort import sharded as sort
-from shardcompile.ops.view import diagonals, dtypes, memory, reshape, rows, strided
+from shardcompile.ops.view import cat, diagonals, dtypes, memory, pad, reshape, slices, strided
 from shardcompile.ops.view import kernels as view_kernels
 from shardcompile.ops.view import rule as view_rule
 from shardcompile.ops.window import interpolation, per_channel, unfold
@@ -41,6 +41,7 @@ from shardcompile.ops.window import sharded as window
 
 __all__ = [
     "attention",
+    "cat",
     "counts",
     "diagonals",
     "dtypes",
@@ -63,6 +64,7 @@ __all__ = [
     "norm",
     "norm_kernels",
     "norm_rule",
+    "pad",
     "per_channel",
     "pointwise",
     "pointwise_kernels",
@@ -74,10 +76,10 @@ __all__ = [
     "reduce_kernels",
     "reduce_rule",
     "reshape",
-    "rows",
     "scan",
     "scan_kernels",
     "scan_rule",
+    "slices",
     "sort",
     "sort_rule",
     "strided",

@@ -13,7 +13,7 @@ from shardcompile import compat
 from shardcompile.collectives import Pending, derive, shard_size
 from shardcompile.collectives.halo_exchange import FETCH_HALO, HaloExchange
 from shardcompile.errors import LayoutError
-from shardcompile.ops.view.rows import take_rows
+from shardcompile.ops.support.sharded_rows import take_rows
 from shardcompile.sharding import IntLike, Layout, Partition, write_partition
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.aligned_rows import on_mesh, wrapped

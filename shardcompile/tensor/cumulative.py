@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.ops.scan import sharded as scans
-from shardcompile.ops.view.rows import has_static_sizes
+from shardcompile.ops.support.sharded_rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed, sharded_gradient
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.ops.matmul.einsum import contract
-from shardcompile.ops.view.rows import has_static_sizes
+from shardcompile.ops.support.sharded_rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import sharded_gradient
 

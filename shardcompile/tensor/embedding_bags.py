@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import has_static_sizes
+from shardcompile.ops.support.sharded_rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 

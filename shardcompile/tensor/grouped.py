@@ -18,7 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import partition_of_sizes, shard_size, shard_starts
 from shardcompile.ops.index.planned_gathers import fits, rows_taken
 from shardcompile.ops.matmul.grouped import ends_in_shard, in_rows
-from shardcompile.ops.view.rows import first_row
+from shardcompile.ops.support.sharded_rows import first_row
 from shardcompile.sharded import Sharded, shard_of
 from shardcompile.sharding import Layout, Partition, is_sharded_once
 from shardcompile.tensor.aligned_rows import on_mesh, wrapped

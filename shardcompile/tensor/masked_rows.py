@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.ops.view.rows import moved
+from shardcompile.ops.support.sharded_rows import local_shard_in
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import Layout, trace_key
 from shardcompile.tensor.aligned_rows import wrapped
@@ -86,7 +86,7 @@ def masked_rows(x: Tensor, mask: Tensor, dim: int, keep: bool = True) -> Masked:
         first = next(d for d, partition in enumerate(mask_layout.partitions) if partition is not None)
         last = first or count - 1
         rows = on_mesh(rows.flatten(dim, dim + last), mesh)
-        sharded_mask = on_mesh(wrapped(moved(sharded_mask, mask_layout), mask_layout).flatten(0, last), mesh)
+        sharded_mask = on_mesh(wrapped(local_shard_in(sharded_mask, mask_layout), mask_layout).flatten(0, last), mesh)
         count, flattened = count - last, True
 
 
@@ -100,10 +100,10 @@ def _cached_kept_rows(mask: Sharded, layout: Layout, given: Tensor, keep: bool) 
         keep: whether the count of kept rows is a size of what the caller returns.
     """
     if not compat.is_fake(mask._local_tensor):
-        return kept_rows(moved(mask, layout), layout)
+        return kept_rows(local_shard_in(mask, layout), layout)
     partitions = [c and trace_key(c) for c in layout.partitions]
     key = ("kept rows", layout.placements, *partitions, 0 if given.is_inference() else given._version)
-    return compat.once_for_tensor(given, key, lambda: kept_rows(moved(mask, layout), layout), keep)
+    return compat.once_for_tensor(given, key, lambda: kept_rows(local_shard_in(mask, layout), layout), keep)
 
 
 def _common_layout(layout: Layout, mask: Sharded, dim: int) -> Layout:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import first_row, has_static_sizes
+from shardcompile.ops.support.sharded_rows import first_row, has_static_sizes
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import IntLike, Layout, contiguous_stride, dense_stride
 from shardcompile.tensor.aligned_rows import wrapped

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardcompile.ops.view.rows import has_static_sizes
+from shardcompile.ops.support.sharded_rows import has_static_sizes
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import Redistribute, redistributed
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import gather_counts
-from shardcompile.ops.view.rows import first_row, has_static_sizes, positions
+from shardcompile.ops.support.sharded_rows import first_row, has_static_sizes, positions
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, is_sharded_once
 from shardcompile.tensor.aligned_rows import one_or_all, wrapped

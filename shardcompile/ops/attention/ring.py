@@ -18,7 +18,7 @@ from torch import Tensor
 from shardcompile.collectives import PendingShards, Ring
 from shardcompile.ops.attention.kernels import attend, attend_backward, attend_more
 from shardcompile.ops.support.precision import wide_dtype
-from shardcompile.ops.view.rows import take_rows
+from shardcompile.ops.support.sharded_rows import take_rows
 from shardcompile.sharding import IntLike
 
 

@@ -35,7 +35,7 @@ from shardcompile.ops.attention.strategies import (
 )
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import first_row, layout_of, wrap
+from shardcompile.ops.support.sharded_rows import first_row, layout_of, wrap
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, first_sharded

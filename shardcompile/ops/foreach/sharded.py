@@ -20,7 +20,7 @@ from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import always, family, state
 from shardcompile.ops.record import Facts
 from shardcompile.ops.support.copied_views import note_write
-from shardcompile.ops.view.rows import moved
+from shardcompile.ops.support.sharded_rows import local_shard_in
 from shardcompile.sharded import Sharded, layout_if_sharded, shard_of
 from shardcompile.sharding import Layout, Spec
 
@@ -174,7 +174,7 @@ def _like_parameter(op: OpOverload, parameter: Tensor, x: Tensor, writes: bool) 
             f"{op} requires state with the layout of its parameter ({_describe(parameter)}), got {_describe(x)}; "
             "create the optimizer after the parameters are sharded, or use fused=False"
         )
-    return moved(x, layout)
+    return local_shard_in(x, layout)
 
 
 def _describe(x: Tensor) -> str:

@@ -19,7 +19,7 @@ from shardcompile.collectives import derive
 from shardcompile.compat import OpOverload
 from shardcompile.ops import state
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import wrap
+from shardcompile.ops.support.sharded_rows import wrap
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.ops import NotServed, state
-from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import Layout
 
@@ -38,7 +38,7 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
     if lowest < 0:
         return NotServed("the input has negative values")  # torch raises the error
     layout = x._spec.layout
-    local_weights = None if weights is None else moved(weights, layout.with_dtype(weights.dtype))
+    local_weights = None if weights is None else local_shard_in(weights, layout.with_dtype(weights.dtype))
     counts = aten.bincount.default(x._local_tensor, local_weights, max(minlength, highest + 1))
     if local_weights is not None:  # of an empty shard torch gives integers
         counts = counts.to(torch.float32 if local_weights.dtype is torch.float32 else torch.float64)

@@ -22,7 +22,7 @@ from shardcompile.ops import NotServed, OpCall, ShardedDecomposition, TensorArg,
 from shardcompile.ops.index.flat_index import planned_flat_index
 from shardcompile.ops.index.planned_gathers import column_of, combined, on_device_of, zeros_in
 from shardcompile.ops.index.rule import neighbours
-from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import local_shard_in, reduced, wrap
 from shardcompile.ops.view.segmented import layout_with_contiguous_shards, with_contiguous_shards
 from shardcompile.sharded import Sharded, shard_of
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride
@@ -49,7 +49,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     added = reduced(source)
     layout = added._spec.layout
     partition = layout.partition_of(dim)
-    local_index = moved(index, Layout.of_partitions(layout.mesh, index.shape, index.dtype, [partition]))
+    local_index = local_shard_in(index, Layout.of_partitions(layout.mesh, index.shape, index.dtype, [partition]))
     return _add_into_zeros(
         x, dim, added, lambda zeros: aten.index_add.default(zeros, dim, local_index, added._local_tensor, alpha=alpha)
     )
@@ -71,7 +71,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | 
     if not _has_as_many_elements(source, x):
         return NotServed("the target has more elements than the source")
     added = reduced(source)
-    local_index = moved(index, added._spec.layout)
+    local_index = local_shard_in(index, added._spec.layout)
     return _add_into_zeros(
         x, dim, added, lambda zeros: aten.scatter_add.default(zeros, dim, local_index, added._local_tensor)
     )
@@ -209,7 +209,7 @@ def _shard_like_index(values: Tensor, dim: int, index: Tensor) -> Tensor:
     assert isinstance(index, Sharded), "a plain index has no partition"
     partitions = [partition if d == dim else None for d in range(values.ndim)]
     layout = Layout.of_partitions(index._spec.layout.mesh, tuple(values.shape), values.dtype, partitions)
-    return wrap(index, moved(values, layout), layout, contiguous_stride(layout.shape))
+    return wrap(index, local_shard_in(values, layout), layout, contiguous_stride(layout.shape))
 
 
 def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:

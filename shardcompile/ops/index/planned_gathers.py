@@ -32,7 +32,7 @@ from shardcompile.collectives import (
 )
 from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed
-from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded, shard_of
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, trace_key, with_one_segment
 
@@ -316,7 +316,7 @@ def _align_entries(source: Tensor, dim: int, index: Tensor) -> Tensor:
         return source
     partitions = [partition if d == dim else c for d, c in enumerate(layout.partitions)]
     target = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, partitions)
-    return wrap(source, moved(source, target), target, contiguous_stride(target.shape))
+    return wrap(source, local_shard_in(source, target), target, contiguous_stride(target.shape))
 
 
 def combined(
@@ -357,8 +357,8 @@ def combined(
     partitions = [partition if d == dim else c for d, c in enumerate(layout.partitions)]
     target = Layout.of(mesh, layout.placements, x.shape, x.dtype, partitions)
     zeros, values = zeros_in(x, target), shard_of(source).movedim(dim, 0)
-    rows = moved(reduced(x), target) if zeros is None else zeros
-    plan = gather_plan_of(moved(index, index_layout), partition, mesh, layout.shape[dim], op)
+    rows = local_shard_in(reduced(x), target) if zeros is None else zeros
+    plan = gather_plan_of(local_shard_in(index, index_layout), partition, mesh, layout.shape[dim], op)
     num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
     ends = (shard_size(partition, mesh), num_received, compat.group_name_of(mesh, partition.mesh_dims[0]))
     parts = (plan.asked, plan.sent, plan.place, *ends)

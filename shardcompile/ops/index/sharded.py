@@ -34,7 +34,7 @@ from shardcompile.ops.index.planned_gathers import (
 from shardcompile.ops.index.rule import neighbours
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import padded
-from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import first_row, local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, Partition
 
@@ -51,7 +51,7 @@ def _replicate_over(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tu
     layout = Layout.of(
         mesh, kept, now.shape, now.dtype, [None if d in affected else c for d, c in enumerate(now.partitions)]
     )
-    return layout, moved(x, layout)
+    return layout, local_shard_in(x, layout)
 
 
 def _local_indices(

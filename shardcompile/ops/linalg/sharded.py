@@ -15,7 +15,7 @@ from torch import Tensor
 from shardcompile.compat import OpOverload, global_sizes, guard_equal, retrace
 from shardcompile.ops import NotServed, state
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import layout_of, local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import IntLike, Layout
 
@@ -50,8 +50,8 @@ def solve(x: Tensor, right: Tensor, *, left: bool = True, check_errors: bool = F
     if not _shards_only_batch(like, batch):
         return NotServed("rows or columns of the matrices are sharded")
     matrices, sides = (_shard_like(like, batch, of.shape, of.dtype) for of in (x_layout, right_layout))
-    shard = _like_global_format(moved(x, matrices), x)
-    out = aten._linalg_solve_ex.default(shard, moved(right, sides), left=left)
+    shard = _like_global_format(local_shard_in(x, matrices), x)
+    out = aten._linalg_solve_ex.default(shard, local_shard_in(right, sides), left=left)
     return _results(aten._linalg_solve_ex.default, (x, right), matrices, out, left=left)
 
 

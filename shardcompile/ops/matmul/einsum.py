@@ -17,7 +17,7 @@ from shardcompile.ops.choice import choose
 from shardcompile.ops.strategy import Strategy, along, partial
 from shardcompile.ops.support.gather_log import log_replicated
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import layout_of, wrap
+from shardcompile.ops.support.sharded_rows import layout_of, wrap
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import Layout

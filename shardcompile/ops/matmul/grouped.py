@@ -19,7 +19,7 @@ from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed, ShardedDecomposition, family, state
 from shardcompile.ops.record import Facts
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import first_row, layout_of, moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import first_row, layout_of, local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, is_sharded_once
 
@@ -51,7 +51,7 @@ class _LocalOperands:
         """Redistributes the operands, unless matrices are sharded by group or rows are not sharded."""
         like = first_sharded([t for t in (x, mats, offs) if isinstance(t, Sharded)])
         mesh = like._spec.layout.mesh
-        ends = moved(offs, Layout.whole(mesh, offs.shape, offs.dtype))
+        ends = local_shard_in(offs, Layout.whole(mesh, offs.shape, offs.dtype))
         x, mats = reduced(x), reduced(mats)
         x_layout, mats_layout = layout_of(x, mesh), layout_of(mats, mesh)
         rows = x_layout.partitions[0]
@@ -65,8 +65,8 @@ class _LocalOperands:
             like,
             x_layout,
             mats_layout,
-            moved(x, x_layout),
-            moved(mats, mats_layout),
+            local_shard_in(x, x_layout),
+            local_shard_in(mats, mats_layout),
             ends_in_shard(ends, rows, x_layout),
         )
 
@@ -118,7 +118,7 @@ def grouped_mm_fallback_backward(
     if isinstance(operands, NotServed):
         return operands
     op: Any = torch.ops.transformers.grouped_mm_fallback_backward.default
-    grad_shard = moved(
+    grad_shard = local_shard_in(
         reduced(grad),
         Layout.of_partitions(operands.x_layout.mesh, grad.shape, grad.dtype, [operands.x_layout.partitions[0], None]),
     )
@@ -132,14 +132,14 @@ def _sums_by_group(x: Tensor, mats: Tensor, offs: Tensor, dtype: torch.dtype) ->
     """Returns [k, s] times [s, n], summed within each group, to [e, k, n]: the gradient of the matrices."""
     like = first_sharded([t for t in (x, mats, offs) if isinstance(t, Sharded)])
     mesh = like._spec.layout.mesh
-    ends = moved(offs, Layout.whole(mesh, offs.shape, offs.dtype))
+    ends = local_shard_in(offs, Layout.whole(mesh, offs.shape, offs.dtype))
     x, mats = reduced(x), reduced(mats)
     x_layout, mats_layout = layout_of(x, mesh), layout_of(mats, mesh)
     rows = x_layout.partitions[1] or mats_layout.partitions[0]
     if not is_sharded_once(rows):
         return NotServed("the rows are not sharded into ranges over one mesh dim")
-    left = moved(x, Layout.of_partitions(mesh, x_layout.shape, x_layout.dtype, [None, rows]))
-    right = moved(mats, Layout.of_partitions(mesh, mats_layout.shape, mats_layout.dtype, [rows, None]))
+    left = local_shard_in(x, Layout.of_partitions(mesh, x_layout.shape, x_layout.dtype, [None, rows]))
+    right = local_shard_in(mats, Layout.of_partitions(mesh, mats_layout.shape, mats_layout.dtype, [rows, None]))
     out = aten._grouped_mm.default(in_rows(left, 1), in_rows(right), ends_in_shard(ends, rows, x_layout), None, dtype)
     shape = (ends.shape[0], x_layout.shape[0], mats_layout.shape[1])
     layout = _partial_layout(rows, Layout.whole(mesh, shape, dtype))

@@ -18,7 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import shard_size
 from shardcompile.ops import state
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import first_row, has_static_sizes, positions, reduced, wrap
+from shardcompile.ops.support.sharded_rows import first_row, has_static_sizes, positions, reduced, wrap
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, contiguous_stride
 

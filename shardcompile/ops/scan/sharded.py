@@ -24,7 +24,8 @@ from shardcompile.ops.scan.kernels import running_maximum, running_minimum
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import Scalar, highest, lowest
 from shardcompile.ops.support.precision import wide_dtype
-from shardcompile.ops.view.rows import first_row, reduced, slice_rows, with_partition, wrap
+from shardcompile.ops.support.sharded_rows import first_row, reduced, with_partition, wrap
+from shardcompile.ops.view.slices import slice_rows
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded

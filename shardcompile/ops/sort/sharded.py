@@ -10,7 +10,7 @@ from shardcompile import compat
 from shardcompile.collectives import sort_rows, top_rows
 from shardcompile.ops import NotServed, ShardedDecomposition, state
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.ops.support.sharded_rows import local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, contiguous_stride, is_sharded_once, with_one_segment
 
@@ -43,7 +43,7 @@ def _redistributed(x: Sharded, part: Tensor, source: Layout, target: Layout) -> 
     stride = contiguous_stride(target.shape)
     column = wrap(x, part, source.with_dtype(part.dtype), stride)
     wanted = target.with_dtype(part.dtype)
-    return wrap(x, moved(column, wanted), wanted, stride)
+    return wrap(x, local_shard_in(column, wanted), wanted, stride)
 
 
 def stable_sort(

@@ -21,7 +21,7 @@ from shardcompile.ops.choice import Choice, choose
 from shardcompile.ops.registry import find_rule
 from shardcompile.ops.strategy import OpCall, TensorArg
 from shardcompile.ops.support.copied_views import follow, note_view
-from shardcompile.ops.view.rows import wrap
+from shardcompile.ops.support.sharded_rows import wrap
 from shardcompile.planning import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded

@@ -20,7 +20,7 @@ from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import has_static_sizes, positions
+from shardcompile.ops.support.sharded_rows import has_static_sizes, positions
 from shardcompile.ops.window.sharded import Windows
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike

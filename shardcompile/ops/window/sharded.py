@@ -25,7 +25,7 @@ from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
-from shardcompile.ops.view.rows import has_static_sizes, moved, with_partition, wrap
+from shardcompile.ops.support.sharded_rows import has_static_sizes, local_shard_in, with_partition, wrap
 from shardcompile.ops.window import kernels as window_shards
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, contiguous_stride
@@ -102,7 +102,7 @@ class Windows:
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Returns the local shard of the input with all rows that are read."""
-        shard = moved(x, self.layout)
+        shard = local_shard_in(x, self.layout)
         for r in self.reads:
             shard = r.fetch(shard, fill)
         return shard
@@ -225,7 +225,7 @@ def convolution_backward(
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, output_mask), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
-        moved(grad, windows.out),
+        local_shard_in(grad, windows.out),
         windows.fetch(x),
         _full(weight, windows),
         bias_sizes,
@@ -244,7 +244,7 @@ def convolution_backward(
 
 def _full(x: Tensor, windows: Windows) -> Tensor:
     """The full value of a sharded or plain tensor."""
-    return moved(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
+    return local_shard_in(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
 
 
 def _per_dim_options(options: Sequence[Any], spatial: int) -> list[Any]:
@@ -329,8 +329,8 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
             return windows
         meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
         local = window_shards.max_pool_backward(
-            moved(grad, windows.out),
-            moved(indices, windows.out),
+            local_shard_in(grad, windows.out),
+            local_shard_in(indices, windows.out),
             *(pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.dilation, pool.ceil_mode),
             size=_read_shape(windows),
             whole=list(x.shape[-spatial:]),
@@ -416,7 +416,7 @@ def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
         divisor = _divisor(pool, count_include_pad, divisor_override)
         grad = grad if divisor else widened(grad) / _counts(x, pool, windows.out.shape, count_include_pad)
         options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, divisor or 1)
-        local = window_shards.sum_pool_backward(moved(grad, windows.out), *options_, size=_read_shape(windows))
+        local = window_shards.sum_pool_backward(local_shard_in(grad, windows.out), *options_, size=_read_shape(windows))
         return windows.give_back(local.to(x.dtype), compat.retrace(meta.stride()), x)
 
     return run

@@ -17,8 +17,15 @@ from shardcompile.ops import NotServed, state
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import may_be_empty, view_shard
+from shardcompile.ops.support.sharded_rows import (
+    base_of,
+    has_static_sizes,
+    local_shard_in,
+    reduced,
+    with_partition,
+    wrap,
+)
 from shardcompile.ops.view.kernels import add_windows
-from shardcompile.ops.view.rows import base_of, has_static_sizes, moved, reduced, with_partition, wrap
 from shardcompile.ops.view.strided import strided_view
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, Spec, contiguous_stride
@@ -93,7 +100,7 @@ def unfold_backward(grad: Sharded, sizes: Sequence[IntLike], dim: int, size: int
     if source is None:
         source = derive_spread(layout.partition_of(dim), window.shift, step, sizes[dim], layout.mesh)[0]
     reads = Reads.of(dim, source, grad.shape[dim], window, layout.mesh)
-    local = add_windows(moved(grad, with_partition(layout, dim, reads.partition)), reads.rows, dim, size, step)
+    local = add_windows(local_shard_in(grad, with_partition(layout, dim, reads.partition)), reads.rows, dim, size, step)
     out = with_partition(layout, dim, source)
     out = Layout.of(out.mesh, out.placements, out.shape[:-1], out.dtype, out.partitions[:-1])
     return wrap(grad, reads.give_back(local), out, contiguous_stride(out.shape))
