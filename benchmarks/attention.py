@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as nnf
-from common import Call, Times, compare_over_rows, median_times, rising_shards
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardcompile as sc
+from benchmarks.common import Call, Times, compare_over_rows, median_times, rising_shards
 
 HEADS, FEATURES = 8, 64
 

@@ -6,8 +6,8 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 
+from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from shardcompile.collectives import wait
 from shardcompile.sharding import GroupPartition, write_partitions
 

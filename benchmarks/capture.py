@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from common import duration, join_fake_group, leave, print_table, ratio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from benchmarks.common import duration, join_fake_group, leave, print_table, ratio
 from shardcompile.demo.model import PointTransformer, mean_squared_error
 
 RANKS = 4

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from torch import Tensor
 
+from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from shardcompile.collectives import all_gather_v
 
 KIB, MIB = 2**10, 2**20

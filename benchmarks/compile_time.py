@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 
 import torch
-from common import join_fake_group, print_table, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from benchmarks.common import join_fake_group, print_table, ratio
 from shardcompile import ShardTensor
 from shardcompile.demo.model import PointTransformer, mean_squared_error
 
@@ -69,7 +69,7 @@ def _measured(ranks: int, backend: str) -> float:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     }
-    command = [sys.executable, __file__, "--one", str(ranks), backend]
+    command = [sys.executable, "-m", "benchmarks.compile_time", "--one", str(ranks), backend]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split()[-1])
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
 from shardcompile import ShardTensor
 
 RANKS, TENSORS = 4, 50

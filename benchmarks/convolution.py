@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from common import Call, Times, compare_over_rows, median_times, rising_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
+from benchmarks.common import Call, Times, compare_over_rows, median_times, rising_shards
 
 CHANNELS, COLUMNS, LAYERS = 32, 128, 3
 

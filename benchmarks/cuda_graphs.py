@@ -15,13 +15,13 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
 from torch import Tensor, nn
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from benchmarks.common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
 from shardcompile.compat import cuda_graphs
 from shardcompile.demo.model import relative_l2
 from shardcompile.demo.training import make_batch, make_net

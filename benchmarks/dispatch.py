@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from benchmarks.common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
 from shardcompile import ShardTensor
 
 RANKS, ROWS = 4, 4

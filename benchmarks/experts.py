@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-from common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from benchmarks.common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 
 EXPERTS, COPIES, WIDTH, HIDDEN = 16, 2, 256, 512
 

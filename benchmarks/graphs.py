@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
+from benchmarks.common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from shardcompile.collectives import routes
 
 ROWS, COLUMNS, LAYERS = 100, 200, 4

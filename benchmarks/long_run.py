@@ -1,7 +1,7 @@
 """Thousands of compiled steps, with another partition and another number of points each: graphs, memory and time per
 step.
 
-    python benchmarks/long_run.py [--steps 3000]
+    python -m benchmarks.long_run [--steps 3000]
 
 Prints for every tenth of the run the resident memory of rank 0 and the time of a step, relative to the second tenth.
 """

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 from scipy.spatial import cKDTree
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
+from benchmarks.common import duration, median_times, print_table, ratio, rising_shards, run_ranks
 
 NEAR, DIMS, MIB = 16, 3, 2**20
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from shardcompile.passes import default_passes, inductor_options
 
 BAR = 1.0

@@ -1,35 +1,30 @@
 """Time of the passes, by pass and by size of the graph.
 
-    python benchmarks/passes.py [--layers 12 25 50 100] [--only even uneven none softmax] [--rounds 1]
+    python -m benchmarks.passes [--layers 12 25 50 100] [--only even uneven none softmax] [--rounds 1]
 
-Needs neither ranks nor a GPU. Graphs are backward passes of Llama-3-8B's shape with so many layers (`tests/llama.py`),
-weights over eight nodes and tensor parallelism within each: with torch's even collectives, with weights in uneven
-shards, on one GPU without any collective; and softmaxes along a sharded dim that wait for one another, twelve for each
-layer, which the passes merge. Seconds are of this process's CPU. `loop` is what ten million additions in Python take
-at that time: machines, and the same one at other times, differ by factors. The bar is for a loop of 0.5 s, to which the
-last column is scaled.
+Needs neither ranks nor a GPU. Graphs are backward passes of Llama-3-8B's shape with so many layers
+(`tests/support/llama.py`), weights over eight nodes and tensor parallelism within each: with torch's even collectives,
+with weights in uneven shards, on one GPU without any collective; and softmaxes along a sharded dim that wait for one
+another, twelve for each layer, which the passes merge. Seconds are of this process's CPU. `loop` is what ten million
+additions in Python take at that time: machines, and the same one at other times, differ by factors. The bar is for a
+loop of 0.5 s, to which the last column is scaled.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-from common import print_table
 from torch.fx import Graph
 
+from benchmarks.common import print_table
 from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
 from shardcompile.passes.pipeline import watching
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import llama
-import suite
+from tests.support import llama, suite
 
 aten = torch.ops.aten
 NODES, PARTS = 8, 8

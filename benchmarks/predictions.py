@@ -1,6 +1,6 @@
 """Predicted against measured time of a training step, ten models, on gloo.
 
-    python benchmarks/predictions.py [--only points mlp] [--rounds 15] [--calibration FILE]
+    python -m benchmarks.predictions [--only points mlp] [--rounds 15] [--calibration FILE]
 
 Forward and backward pass, compiled with the passes. What the machine can do is measured first, on the same ranks
 (`passes/cost/calibrate.py`), or read from a file that an earlier run has written. Predictions are those that `explain`
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from common import duration, print_table, run_ranks
-from experts import EXPERTS, HIDDEN, WIDTH, routed
-from graphs import linked, parameters, sheet
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
+from benchmarks.common import duration, print_table, run_ranks
+from benchmarks.experts import EXPERTS, HIDDEN, WIDTH, routed
+from benchmarks.graphs import linked, parameters, sheet
 from shardcompile.demo.model import PointTransformer, relative_l2
 from shardcompile.machines import Device
 from shardcompile.passes import CostModel, inductor_options

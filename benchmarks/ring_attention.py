@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
+from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 
 HEADS, FEATURES = 8, 64
 

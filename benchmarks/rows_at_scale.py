@@ -1,6 +1,6 @@
 """How long 64 GPUs wait for rows that go where data says: experts and graph networks, traced and simulated.
 
-    python benchmarks/rows_at_scale.py [--only NAME ...] [--layers N]
+    python -m benchmarks.rows_at_scale [--only NAME ...] [--layers N]
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Experts are layers of a
 decoder on 8,192 tokens a GPU, in bfloat16. Their weights lie over the 8 GPUs of a node or over all 64, those of the
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import duration, print_table, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from benchmarks.common import duration, print_table, ratio
 from shardcompile.inspect.offline import offline_world, trace_step
 from shardcompile.passes import CostModel, GraphCosts, Pipeline, simulate
 

@@ -1,6 +1,6 @@
 """Schedules of the suite's graphs in the simulator: as they came, by our passes, by Inductor's, and the lower bound.
 
-    python benchmarks/schedules.py [--quick] [--worlds 4 8 64 256] [--only fsdp experts traced times]
+    python -m benchmarks.schedules [--quick] [--worlds 4 8 64 256] [--only fsdp experts traced times]
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of an H100. Inductor's overlap scheduling is given the
 very same costs, on the same graph, and on one that has torch's padded collectives in place of uneven ones, which are
@@ -16,28 +16,24 @@ import argparse
 import dataclasses
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from common import duration, print_table
 from torch._inductor.fx_passes import overlap_scheduling
 from torch.fx import Graph, Node
 
+from benchmarks.common import duration, print_table
 from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.simulator import Timeline, simulate
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import suite
+from tests.support import suite
 
 BOUND_BAR = 1.10
 INDUCTOR_BAR = 1.00

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from shardcompile.demo.handwritten import handwritten_step
 from shardcompile.demo.model import relative_l2
 from shardcompile.demo.training import (

@@ -1,13 +1,13 @@
 """Schedules of training graphs by our passes and by Inductor's, against two bounds.
 
-    python benchmarks/training.py [--traced | --written] [--layers N] [--worlds 64 256 1024] [--only NAME ...]
+    python -m benchmarks.training [--traced | --written] [--layers N] [--worlds 64 256 1024] [--only NAME ...]
                                   [--no-inductor] [--json FILE]
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Traced graphs are those of
-the models in `tests/scale_models.py`, as `shardcompile.inspect.offline` gives them. Written ones have Llama-3-8B's
-shape and 32 layers (`tests/llama.py`): weights in float32 over all ranks, cast and gathered one by one (1-D); the same
-over the nodes, with tensor parallelism within each (2-D); weights in uneven shards, log-normal, by our collectives
-(uneven).
+the models in `tests/support/scale_models.py`, as `shardcompile.inspect.offline` gives them. Written ones have
+Llama-3-8B's shape and 32 layers (`tests/support/llama.py`): weights in float32 over all ranks, cast and gathered one by
+one (1-D); the same over the nodes, with tensor parallelism within each (2-D); weights in uneven shards, log-normal, by
+our collectives (uneven).
 
 `bound` is what no order of the graph as it came can beat. `buckets` is what no order can beat whatever shares buckets:
 all bytes, of uneven shards those of one rank, one latency for each kind of collective and group, and the longest path;
@@ -25,21 +25,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import schedules  # finds the suite
 import torch
-from common import duration, print_table
 from torch.fx import Graph
 
-import llama  # isort: skip
-import scale_models  # isort: skip
-import suite  # isort: skip
-
+from benchmarks import schedules
+from benchmarks.common import duration, print_table
 from shardcompile.inspect.offline import offline_world
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.simulator import simulate
+from tests.support import llama, scale_models, suite
 
 PARTS = 8
 

@@ -1,6 +1,6 @@
 """What it costs that each rank watches whether it is left waiting: eager ops and a compiled step, with it and without.
 
-    python benchmarks/watch.py
+    python -m benchmarks.watch
 
 Ranks state their collectives in one call and not in the next, by turns, hundreds of times in one process each; each
 pair of turns gives a ratio of CPU time and one of time on the clock. Printed are medians and quartiles of the slowest
@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from step import uneven_batches
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from benchmarks.step import uneven_batches
 from shardcompile.demo.training import make_net, sharded_step
 from shardcompile.diagnosis import recorded_calls
 from shardcompile.testing import LocalRanks, rank

@@ -11,20 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from common import join_fake_group, print_table, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from benchmarks.common import join_fake_group, print_table, ratio
 from shardcompile import ShardTensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from zoo.entry import Entry, Reading
-from zoo.registry import ENTRIES
+from tests.zoo.entry import Entry, Reading
+from tests.zoo.registry import ENTRIES
 
 CASES = (
     "plain",
@@ -77,7 +73,7 @@ def _measured(name: str, case: str, backend: str) -> float | None:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     }
-    command = [sys.executable, "-W", "ignore", __file__, "--one", name, case, backend]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo", "--one", name, case, backend]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -6,7 +6,8 @@ import gc
 from pathlib import Path
 
 import pytest
-from versions import skip_what_torch_lacks
+
+from tests.support.versions import skip_what_torch_lacks
 
 # As in the ranks, see `shardcompile.testing.cleanup`: tracing makes millions of objects that stay.
 gc.set_threshold(200_000, 50, 100)

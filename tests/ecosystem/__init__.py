@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ecosystem import distributed, functional, libraries, optimizers, stances, training
-from ecosystem.case import Case
+from tests.ecosystem import distributed, functional, libraries, optimizers, stances, training
+from tests.ecosystem.case import Case
 
 CASES: dict[str, Case] = {
     f"{case.section}: {case.feature}": case

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
-from ecosystem.case import NOT_IN_TORCH, NOTHING, Case, Setting, gradients, values
+from tests.ecosystem.case import NOT_IN_TORCH, NOTHING, Case, Setting, gradients, values
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import func
 
-from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, Case, Setting, gradients, net, values
+from tests.ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, Case, Setting, gradients, net, values
 
 
 def _state(model: torch.nn.Module) -> dict[str, Any]:

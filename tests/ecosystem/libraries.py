@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecosystem.case import NOT_IN_TORCH, Case, Setting, net, values
-from ecosystem.distributed import SENT
+from tests.ecosystem.case import NOT_IN_TORCH, Case, Setting, net, values
+from tests.ecosystem.distributed import SENT
 
 
 def _contracted(here: Setting) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ecosystem.case import NOTHING, Case, Setting, net, values
+from tests.ecosystem.case import NOTHING, Case, Setting, net, values
 
 FORMS = ("default", "foreach", "fused")
 OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {

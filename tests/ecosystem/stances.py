@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ecosystem.case import NOTHING, RIGHT, Case, Setting, gradients, net, values
 from shardcompile.compat.testing import graphs_compiled
+from tests.ecosystem.case import NOTHING, RIGHT, Case, Setting, gradients, net, values
 
 Call = tuple[int, int]
 """Number of rows of the input, and the dim that is sharded: another one needs another graph."""

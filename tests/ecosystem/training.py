@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
+from tests.ecosystem.case import RIGHT, Case, Setting, gradients, net, values
 
 
 def _data(here: Setting) -> tuple[Any, Any]:

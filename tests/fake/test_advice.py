@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.inspect.advice import advice
+from tests.support.tiers import often
 
 
 class Places(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +19,7 @@ import shardcompile as sc
 from shardcompile.inspect.offline import offline_world, trace_offline
 from shardcompile.ops.attention import kernels
 from shardcompile.passes.graph.collective import collectives
+from tests.support.tiers import often
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not any(map(shutil.which, ("c++", "g++", "clang++"))),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import needs_compiler
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
@@ -16,6 +15,7 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.compat.known_values import LIMIT
 from shardcompile.inspect.offline import OfflineError, offline_world, trace_step
+from tests.support.tiers import needs_compiler
 
 
 def rates(mesh: DeviceMesh) -> Any:

@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import notebook_runner
 import pytest
-from tiers import often
+
+from tests.support.tiers import often
+from tools import notebook_runner
 
 pytestmark = pytest.mark.rank_processes  # cells start ranks
 

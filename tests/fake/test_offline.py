@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiers import needs_compiler, often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
@@ -25,6 +24,7 @@ from shardcompile.compat import saved_for_backward
 from shardcompile.inspect.offline import OfflineError, absent_cuda, offline_world, trace_offline, trace_step
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import collectives
+from tests.support.tiers import needs_compiler, often
 
 CHANNELS = 16
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_compiler)]

@@ -12,11 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import scale_models
-import suite
 import torch
-from lockstep import world_of
-from tiers import often
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.fx import Graph
@@ -28,6 +24,9 @@ from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective, collectives
+from tests.support import scale_models, suite
+from tests.support.lockstep import world_of
+from tests.support.tiers import often
 
 Write = Callable[[suite.Place, random.Random], Graph]
 

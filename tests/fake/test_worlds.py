@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardcompile as sc
+from tests.support.tiers import often
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from findings.line import line, numbers, partition, same
+from tests.findings.line import line, numbers, partition, same
 
 
 class Counted:

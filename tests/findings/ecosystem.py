@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
-from findings.line import line, numbers, partition, same
+from tests.findings.line import line, numbers, partition, same
 
 
 @line("E1", "`opt_einsum.contract`, as neuraloperator calls it", needs="opt_einsum")

@@ -28,7 +28,7 @@ class Line:
         ranks: how many; of four there is a mesh of 2 x 2.
         processes: whether ranks have to be processes.
         needs: a package that must be there.
-        scene: the name of a scene of tests/divergence_scenes.py that is played in place of `run`.
+        scene: the name of a scene of tests/support/divergence_scenes.py that is played in place of `run`.
         known: the page that states it as a limit, where it is neither right nor refused.
     """
 

@@ -14,15 +14,16 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from findings.line import Line
 from shardcompile.testing import LocalRanks
+from tests.findings.line import Line
+from tests.support.sources import ROOT
 
 SKIPPED = "not played: {} is not installed"
 
 
 def as_rank(mesh: DeviceMesh, name: str) -> str:
     """What a line gives on this rank."""
-    from findings import LINES
+    from tests.findings import LINES
 
     found = LINES[name]
     if found.ranks == 4:
@@ -82,10 +83,10 @@ class Ranks:
 
 def scenes(lines: list[Line]) -> Iterator[tuple[Line, str]]:
     """What lines give that are scenes of divergence: what the ranks are told that have not ended of themselves."""
-    script = Path(__file__).parents[1] / "divergence_scenes.py"
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        subprocess.run([sys.executable, str(script), str(results), *(x.scene for x in lines)], check=True)
+        command = [sys.executable, "-m", "tests.support.divergence_scenes", str(results), *(x.scene for x in lines)]
+        subprocess.run(command, check=True, cwd=ROOT)
         found: dict[str, Any] = json.loads(results.read_text())
     for line in lines:
         ranks = found[line.scene]["ranks"]

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from findings.line import line, numbers, partition, same, scenes
+from tests.findings.line import line, numbers, partition, same, scenes
 
 
 def _folder(mesh: DeviceMesh) -> Path:

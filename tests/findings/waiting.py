@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from findings.line import line, numbers, partition, same, scenes
+from tests.findings.line import line, numbers, partition, same, scenes
 
 
 @line("B1", "slices that start before row 0, of 3 rows [2, 1], of 2 and of 1; forward and backward")

@@ -8,11 +8,8 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-import lockstep
 import pytest
-import suite
 import torch
-from lockstep import world_of
 from torch.fx import Graph, Node
 
 from shardcompile.machines import H100, INFINIBAND_NDR
@@ -25,6 +22,8 @@ from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.simulator import Streams
 from shardcompile.passes.schedule.tasks import START, WAIT, Tasks
+from tests.support import lockstep, suite
+from tests.support.lockstep import world_of
 
 MODEL = CostModel(H100, group_links={"g": INFINIBAND_NDR})
 _c10d = torch.ops._c10d_functional

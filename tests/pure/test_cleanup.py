@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep import ALL_GATHER, ALL_REDUCE, Builder, World, apply, play, signatures, targets, world_of
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -17,6 +16,7 @@ from shardcompile.passes.cleanup.dead_collectives import DropDeadCollectives, Dr
 from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOwnSlice
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.graph.collective import WAIT
+from tests.support.lockstep import ALL_GATHER, ALL_REDUCE, Builder, World, apply, play, signatures, targets, world_of
 
 aten, ours = torch.ops.aten, torch.ops.shardcompile
 TAKE, PLACE = ours.take_shard.default, ours.place_shard.default

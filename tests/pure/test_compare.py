@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardcompile.testing.arrange import uneven_sizes
 from shardcompile.testing.compare import difference, tolerances
-from shardcompile.testing.rule_check import _count, _placements_of, _ways
+from shardcompile.testing.rule_check import _count, _input_layouts, _placements_of
 
 USUAL = tolerances()
 
@@ -75,8 +75,8 @@ def test_partitions_are_uneven_and_add_up() -> None:
 @pytest.mark.parametrize("shapes", [[(3,)], [(3, 4)], [(3, 4), (4,)], [(2,), (), (3, 3)]])
 def test_all_layouts_are_counted(shapes: list[tuple[int, ...]]) -> None:
     tensors = [torch.zeros(s) for s in shapes]
-    ways, left_out = _ways(tensors, limit=10_000, seed=0)
+    ways, left_out = _input_layouts(tensors, limit=10_000, seed=0)
     assert left_out == 0 and len(set(map(str, ways))) == len(ways) == _count([_placements_of(x) for x in tensors])
-    some, others = _ways(tensors, limit=5, seed=0)
+    some, others = _input_layouts(tensors, limit=5, seed=0)
     assert len(some) == min(5, len(ways)) and others == len(ways) - len(some)
-    assert some == _ways(tensors, limit=5, seed=0)[0]
+    assert some == _input_layouts(tensors, limit=5, seed=0)[0]

@@ -6,11 +6,11 @@ import inspect
 import re
 
 import torch
-from sources import PACKAGE, SOURCES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from shardcompile import compat
+from tests.support.sources import PACKAGE, SOURCES
 
 PRIVATE = re.compile(r"^\s*(from|import) torch\._|from torch\.[\w.]+ import _\w+", re.MULTILINE)
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from sources import SOURCES
+from tests.support.sources import SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ROOT / "shardcompile" / "ops"

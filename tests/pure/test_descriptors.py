@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sources import PACKAGE, SOURCES
 from torch import Tensor
 
 from shardcompile import passes
@@ -26,10 +23,8 @@ from shardcompile.machines import H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 from shardcompile.sharding import GroupPartition, IntLike
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import lockstep
+from tests.support import lockstep
+from tests.support.sources import PACKAGE, SOURCES
 
 OPS = [(d, op) for d in descriptors() for op in d.overloads]
 

@@ -7,7 +7,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-from sources import PACKAGE, ROOT, SOURCES
+
+from tests.support.sources import PACKAGE, ROOT, SOURCES
 
 _WITH_EXAMPLES = [path for path in SOURCES if ">>> " in path.read_text()]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor
 from torch._ops import OpOverload
 
 from shardcompile.ops import Order, record_of
 from shardcompile.ops.support.global_meta import global_meta
+from tests.support.tiers import often
 
 aten = torch.ops.aten
 

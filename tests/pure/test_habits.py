@@ -12,9 +12,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sources import PACKAGE, ROOT, SOURCES
 
 from shardcompile.compat.caches import source_files
+from tests.support.sources import PACKAGE, ROOT, SOURCES
 
 
 def test_the_workflow_runs_the_scripts_and_the_range_of_versions() -> None:
@@ -117,9 +117,33 @@ def test_the_list_of_sources_is_complete() -> None:
     assert "shardcompile.passes.graph.collective" in named
 
 
+def developer_code() -> list[Path]:
+    """Every module of tests, tools and benchmarks."""
+    return [path for folder in ("tests", "tools", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_developer_code_is_imported_by_name() -> None:
+    """The repository root is on the path, and helpers are modules of packages: `tests.support`, `tools`."""
+    by_path = re.compile(r"sys\.path\.(insert|append|extend)|sys\.path\[|spec_from_file_location|run_path")
+    assert by_path.search("sys.path.insert(0, folder)") and by_path.search("sys.path[:0] = [folder]")
+    generated = {"test_packaging.py"}  # a program that imports from a wheel, in a folder that is empty
+    found = [p.name for p in developer_code() if by_path.search(p.read_text()) and p != Path(__file__)]
+    assert set(found) <= generated, found
+    assert {p.name for p in (ROOT / "tests").iterdir() if p.suffix == ".py"} == {"__init__.py", "conftest.py"}
+
+
+def test_nothing_depends_on_code_above_it() -> None:
+    """The library imports neither tests nor tools, and what tests share imports no tool."""
+    above = re.compile(r"^\s*(from|import) (tests|tools|benchmarks)\b", re.M)
+    tool = re.compile(r"^\s*(from|import) (tools|benchmarks)\b", re.M)
+    assert above.search("x = 1\n    from tests.support import op_db\n") and not tool.search("from tests import zoo")
+    assert [p for p in SOURCES if above.search(p.read_text())] == []
+    assert [p for p in developer_code() if p.parent.name == "support" and tool.search(p.read_text())] == []
+
+
 def test_tests_read_the_list_of_sources() -> None:
     walks = re.compile(r"""glob\(["'][*/]*\.py["']\)""")
-    lines = [(p, line) for p in (ROOT / "tests").rglob("*.py") for line in p.read_text().splitlines()]
+    lines = [(p, line) for p in developer_code() for line in p.read_text().splitlines()]
     assert walks.search('(ROOT / "passes").rglob("*.py")') and walks.search('folder.glob("**/*.py")')
     assert [f"{p.name}: {line}" for p, line in lines if walks.search(line) and p != Path(__file__)] == []
 

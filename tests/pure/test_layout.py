@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator import compositions, some_sizes
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -36,6 +35,7 @@ from shardcompile.sharding import (
 )
 from shardcompile.sharding import sizes as sizes_module
 from shardcompile.sharding.partition import Kind
+from tests.support.simulator import compositions, some_sizes
 
 R, P = Replicate(), Partial("sum")
 MESHES = [(1,), (2,), (3,), (2, 2), (2, 3), (1, 2), (2, 2, 2), (3, 1, 2)]

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from lazy_imports import hidden_circles, imports_of, without_a_reason
-from sources import ROOT, SOURCES
+
+from tests.support.lazy_imports import hidden_circles, imports_of, without_a_reason
+from tests.support.sources import ROOT, SOURCES
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

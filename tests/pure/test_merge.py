@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lockstep
 import pytest
 import torch
-from lockstep import ALL_REDUCE, Builder
 from torch import Tensor
 from torch.fx import Graph, Node
-from work import calls
 
 from shardcompile.machines import H100
 from shardcompile.passes import MergeReductions
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives
+from tests.support import lockstep
+from tests.support.lockstep import ALL_REDUCE, Builder
+from tests.support.work import calls
 
 aten = torch.ops.aten
 

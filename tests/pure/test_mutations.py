@@ -1,16 +1,12 @@
-"""The faults of `tests/mutations.py`: each still has its place, and at night a test finds it."""
+"""The faults of `tools/mutations.py`: each still has its place, and at night a test finds it."""
 
 from __future__ import annotations
 
 import ast
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import mutations
+from tools import mutations
 
 
 @pytest.mark.parametrize("m", mutations.MUTATIONS, ids=lambda m: m.what)

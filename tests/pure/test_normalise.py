@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep import ALL_GATHER, REDUCE_SCATTER, Builder, World, apply, play, signatures, targets, world_of
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -18,6 +17,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.foreign.padded_chains import EXCHANGE
 from shardcompile.passes.graph.collective import WAIT
+from tests.support.lockstep import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    Builder,
+    World,
+    apply,
+    play,
+    signatures,
+    targets,
+    world_of,
+)
 
 aten = torch.ops.aten
 PAD, SLICE, CAT = aten.constant_pad_nd.default, aten.slice.Tensor, aten.cat.default

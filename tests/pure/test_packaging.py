@@ -8,9 +8,9 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from sources import ROOT
 
 from shardcompile.compat.caches import source_files
+from tests.support.sources import ROOT
 
 BUILD_INPUTS = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "passes", "shardcompile"]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_report import report
 
 from shardcompile.inspect import Compilation, GraphReport, Report
+from tests.support.written_report import report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (on Debian: apt install chromium)")

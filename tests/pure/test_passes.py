@@ -6,12 +6,10 @@ import itertools
 import operator
 from typing import Any
 
-import lockstep
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep import ALL_REDUCE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -23,6 +21,8 @@ from shardcompile.passes.bucket import buckets as bucket
 from shardcompile.passes.bucket import choice
 from shardcompile.passes.graph.collective import WAIT, collectives
 from shardcompile.passes.graph.dependencies import Closure
+from tests.support import lockstep
+from tests.support.lockstep import ALL_REDUCE
 
 aten = torch.ops.aten
 

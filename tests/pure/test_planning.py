@@ -17,7 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator import (
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.errors import RedistributeError
+from shardcompile.planning import RedistributionPlan, Step, _search, find_plan, target_layout
+from shardcompile.sharding import Layout, MeshShape, Partition
+from tests.support.simulator import (
     DIVISIBLE,
     Array,
     LocalShards,
@@ -32,12 +37,7 @@ from simulator import (
     some_sizes,
     spread,
 )
-from tiers import often
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
-
-from shardcompile.errors import RedistributeError
-from shardcompile.planning import RedistributionPlan, Step, _search, find_plan, target_layout
-from shardcompile.sharding import Layout, MeshShape, Partition
+from tests.support.tiers import often
 
 R, P = Replicate(), Partial("sum")
 S0, S1 = Shard(0), Shard(1)
@@ -376,9 +376,8 @@ def test_every_process_finds_the_same_plans() -> None:
     """Whatever its hash seed: every rank searches for itself."""
     here = list(sample_texts())
     assert here == list(sample_texts()) and len(set(here)) > 50
-    code = "import test_planning; print('\\n'.join(test_planning.sample_texts()))"
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": path}
+    code = "from tests.pure.test_planning import sample_texts; print('\\n'.join(sample_texts()))"
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert other.returncode == 0, other.stderr
     assert other.stdout.splitlines() == "\n".join(here).splitlines()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from random_cases import random_ops
 from torch._ops import OpOverload
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from shardcompile.ops.random.streams import _seeded
+from tests.support.random_cases import random_ops
 
 
 @pytest.mark.parametrize("op", [op for op in random_ops() if "from" in str(op._schema)], ids=str)

@@ -11,10 +11,10 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from written_report import HOSTILE, report
 
 from shardcompile.inspect import Report
 from shardcompile.inspect.timeline import chrome_trace, idle_times, lanes
+from tests.support.written_report import HOSTILE, report
 
 ALLOWED = {"html", "head", "meta", "title", "link", "style", "body", "a", "main", "div", "noscript", "pre", "script"}
 

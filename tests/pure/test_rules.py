@@ -11,19 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from simulator import (
-    DIVISIBLE,
-    Array,
-    LocalShards,
-    all_layouts,
-    bytes_that_change_rank,
-    collect,
-    compositions,
-    coordinates,
-    run,
-    same_partitions,
-    spread,
-)
 from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
@@ -50,6 +37,19 @@ from shardcompile.ops.registry import overloads
 from shardcompile.ops.strategy import partial
 from shardcompile.ops.view.reshape import match_dims
 from shardcompile.sharding import Layout, MeshShape, Partition, Unflattened
+from tests.support.simulator import (
+    DIVISIBLE,
+    Array,
+    LocalShards,
+    all_layouts,
+    bytes_that_change_rank,
+    collect,
+    compositions,
+    coordinates,
+    run,
+    same_partitions,
+    spread,
+)
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial("sum")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 def test_strategies_of_a_sample_of_the_ops() -> None:
-    import op_db  # PyTorch's database takes seconds to import
-    import rules_by_force
+    # PyTorch's database takes seconds to import.
+    from tests.support import op_db, rules_by_force
 
     problems, tried = [], 0
     for name in sorted(op_db.OPS)[::80]:

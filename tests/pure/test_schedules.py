@@ -9,18 +9,12 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import llama
-import lockstep
 import pytest
-import suite
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep import play, world_of
-from tiers import often
 from torch import Tensor
 from torch.fx import Graph
-from work import calls
 
 from shardcompile.collectives.all_to_all import AllToAllV
 from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
@@ -40,6 +34,10 @@ from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import latest, quick_policies
 from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
 from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
+from tests.support import llama, lockstep, suite
+from tests.support.lockstep import play, world_of
+from tests.support.tiers import often
+from tests.support.work import calls
 
 RANKS = 8
 MODEL = CostModel(H100)

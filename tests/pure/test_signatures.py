@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from signatures import says_any, shares
-from sources import PACKAGE, SOURCES
+
+from tests.support.signatures import says_any, shares
+from tests.support.sources import PACKAGE, SOURCES
 
 # At most this share of the signatures of a folder says Any; "" is all of them. It may only fall.
 BARS = {
@@ -29,7 +30,7 @@ BARS = {
 def test_few_signatures_say_any(folder: str) -> None:
     loose, many = shares()[folder]
     assert many > 20
-    assert loose <= BARS[folder] * many, f"{loose} of {many}: python tests/signatures.py --list {folder}/"
+    assert loose <= BARS[folder] * many, f"{loose} of {many}: python -m tests.support.signatures --list {folder}/"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from work import calls
 
 from shardcompile.machines import H100
 from shardcompile.passes.cost.model import CostModel, GraphCosts
@@ -30,6 +29,7 @@ from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import due_times, latest, quick_policies
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, perfetto, simulate
 from shardcompile.passes.schedule.tasks import Tasks
+from tests.support.work import calls
 
 aten = torch.ops.aten
 REDUCE = torch.ops._c10d_functional.all_reduce.default

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sources import PACKAGE, SOURCES
 from torch import Tensor
 
 from shardcompile.collectives import transport
@@ -28,6 +27,7 @@ from shardcompile.collectives.transport.nccl_algorithms import (
 )
 from shardcompile.diagnosis.backends import backend_of
 from shardcompile.diagnosis.recorded_calls import Call, Entry
+from tests.support.sources import PACKAGE, SOURCES
 
 OLD = (2, 27, 5)
 NEW = FUSES_BROADCASTS

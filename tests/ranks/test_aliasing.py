@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import view_writes
-from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from view_writes import stored
 
 import shardcompile as sc
+from tests.support import view_writes
+from tests.support.tiers import often
+from tests.support.view_writes import stored
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: x[2:5],

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -18,6 +17,7 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
 from shardcompile.testing.watch import CollectiveWatch
+from tests.support.tiers import often, spread
 
 PARTITIONS = ([3, 5, 1], [0, 6, 4], [7, 0, 0], [1, 2, 3], [4, 4, 4])
 """An empty shard, all rows on one rank, a shard of one, even shards; sizes differ."""

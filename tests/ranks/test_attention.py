@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -15,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardcompile as sc
 from shardcompile.testing import assert_matches_single_device, mesh
+from tests.support.tiers import often
 
 BATCH, HEADS, ROWS, FEATURES = Shard(0), Shard(1), Shard(2), Shard(3)
 WHOLE = Replicate()

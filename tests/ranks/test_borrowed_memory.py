@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sources import SOURCES
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
@@ -18,6 +17,7 @@ import shardcompile as sc
 from shardcompile.collectives import scratch, wait
 from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import mesh, once, rank, world_size
+from tests.support.sources import SOURCES
 
 SIZES = [3, 0, 4]
 _ops = torch.ops.shardcompile

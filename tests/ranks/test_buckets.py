@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from after_passes import graph_after_passes
-from sent import Sent
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -25,6 +22,9 @@ from shardcompile.demo.traffic import traffic_of
 from shardcompile.passes import inductor_options
 from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import rank, world_size
+from tests.support.after_passes import graph_after_passes
+from tests.support.sent import Sent
+from tests.support.tiers import often
 
 _ops = torch.ops.shardcompile
 SIZES = {2: [[3, 5], [0, 4], [1, 0], [2, 2]], 3: [[3, 0, 5], [0, 0, 4], [1, 1, 1], [7, 1, 0]]}

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from sent import Sent
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -17,6 +15,8 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.sent import Sent
+from tests.support.tiers import often
 
 
 def layer(x: Any, weight: Tensor) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import often
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
 from shardcompile.testing import LocalRanks, assert_matches_single_device, mesh, once, rank, world_size
+from tests.support.tiers import often
 
 PARTITIONS = {2: [7, 0], 3: [5, 0, 2], 4: [3, 0, 1, 3]}
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz import RIGHT, Found, Input, Program, judge
-from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.testing import LocalRanks, once, rank
+from tests.support.tiers import often, spread
+from tools.fuzz import RIGHT, Found, Input, Program, judge
 
 
 @dataclass(frozen=True)

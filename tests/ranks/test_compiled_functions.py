@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.demo.model import relative_l2
 from shardcompile.testing import once, rank, world_size
+from tests.support.tiers import often
 
 PARTITIONS = ([5, 0, 2], [1, 6, 4], [3, 3, 3], [0, 1, 12])
 """An empty shard, a shard of one, even shards, both extremes; sizes differ."""

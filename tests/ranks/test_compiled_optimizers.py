@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.testing import rank, world_size
+from tests.support.tiers import often
 
 PARTITIONS = [[5, 3, 0], [4, 0, 4], [8, 0, 0]]
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +30,7 @@ from shardcompile import LayoutError, ShardTensor, compat
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank, world_size
+from tests.support.tiers import often
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SIZES = {2: [3, 5], 3: [4, 0, 2], 4: [1, 0, 4, 2]}

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
-from zoo import packages
 
 import shardcompile as sc
 from shardcompile.testing import mesh, once
+from tests.support.tiers import often
+from tests.zoo import packages
 
 PARTITIONS = [[5, 0, 6], None, [0, 11, 0]]
 

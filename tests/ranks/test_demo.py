@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.__main__ import main
@@ -21,6 +20,7 @@ from shardcompile.demo.run import checks
 from shardcompile.demo.traffic import lower_bound, traffic_of
 from shardcompile.demo.training import gradient_vector, make_batch, make_net, sharded_step, whole_step
 from shardcompile.testing import rank, world_size
+from tests.support.tiers import often
 
 EMPTY_AT = 4
 """A step at which one rank gets no points."""

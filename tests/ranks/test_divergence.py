@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.support.sources import ROOT
+
 pytestmark = [pytest.mark.rank_processes, pytest.mark.alone]  # each scene has ranks of its own
 
 SECONDS = 10.0
@@ -75,9 +77,9 @@ BY_DAY = (
 
 def played(names: list[str], folder: Path) -> dict[str, Any]:
     results = folder / "results.json"
-    script = Path(__file__).parents[1] / "divergence_scenes.py"
     environment = os.environ | {"SCENE_FOLDER": str(folder)}
-    subprocess.run([sys.executable, str(script), str(results), *names], check=True, timeout=400, env=environment)
+    command = [sys.executable, "-m", "tests.support.divergence_scenes", str(results), *names]
+    subprocess.run(command, check=True, timeout=400, cwd=ROOT, env=environment)
     found: dict[str, Any] = json.loads(results.read_text())
     return found | {"folder": folder}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pages import DOCS, code_blocks
 from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile.testing import assert_matches_single_device
+from tests.support.pages import DOCS, code_blocks
 
 BLOCKS = code_blocks(DOCS / "testing.md")
 

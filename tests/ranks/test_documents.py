@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from pages import DOCS, code_blocks, run_blocks
-from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -20,6 +18,8 @@ from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh
 from shardcompile.testing.scheduler import RanksWaitError
+from tests.support.pages import DOCS, code_blocks, run_blocks
+from tests.support.tiers import often
 
 ROWS, HEADS = Shard(0), Shard(1)
 

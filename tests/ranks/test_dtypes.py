@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from every_dtype import DENSE, DTYPES, NUMBERS, QUANTIZED, SHELLS, as_integers, bits, values
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -18,6 +16,8 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.sharding import is_ordinary, transfer_dtype_of
 from shardcompile.testing import mesh, once
+from tests.support.every_dtype import DENSE, DTYPES, NUMBERS, QUANTIZED, SHELLS, as_integers, bits, values
+from tests.support.tiers import often
 
 Run = Callable[[Tensor], Any]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.tiers import often
 
 F64 = torch.float64
 _WEIGHT = torch.arange(12, dtype=F64).sin().view(3, 4)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ecosystem import CASES
-from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, attempt, plain_fails
-from ecosystem_table import PAGE, written
 
 from shardcompile.testing import world_size
+from tests.ecosystem import CASES
+from tests.ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, attempt, plain_fails
+from tools.ecosystem_table import PAGE, written
 
 COMPILED_ON_EVERY_PUSH = {
     "Training loops: gradient accumulation",
@@ -110,6 +110,6 @@ def test_compiled_on_a_grid_of_processes(name: str) -> None:
 
 def test_the_table_is_what_the_cases_say() -> None:
     page = PAGE.read_text()
-    assert page == written(page), "run python tests/ecosystem_table.py"
+    assert page == written(page), "run python -m tools.ecosystem_table"
     assert len(CASES) > 150
     assert all(case.eager and case.compiled for case in CASES.values()), "an empty cell"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
@@ -26,6 +25,7 @@ from shardcompile.errors import (
 )
 from shardcompile.passes import inductor_options
 from shardcompile.testing import mesh
+from tests.support.tiers import often
 
 SIZES = [5, 0, 2]
 

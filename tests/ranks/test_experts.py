@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -16,6 +15,7 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.inspect.offline import trace_offline
 from shardcompile.testing import once
+from tests.support.tiers import often
 
 WIDTH, HIDDEN, EXPERTS, COPIES = 16, 8, 5, 2
 TOKENS = ([9, 0, 5], [1, 12, 1], [0, 0, 8], [3, 3, 4])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from findings import LINES
-from findings.play import SKIPPED, Ranks
+
+from tests.findings import LINES
+from tests.findings.play import SKIPPED, Ranks
 
 pytestmark = [pytest.mark.nightly, pytest.mark.rank_processes]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.attention import flex_attention as of_torch
@@ -23,6 +22,7 @@ import shardcompile as sc
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh
+from tests.support.tiers import often
 
 BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
 SHARD = 4

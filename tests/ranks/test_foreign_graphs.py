@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -25,6 +24,7 @@ from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.pipeline import Pipeline
 from shardcompile.passes.verify import agreed
 from shardcompile.testing import rank, world_size
+from tests.support.tiers import often
 
 SIZES = [3, 0, 5]
 

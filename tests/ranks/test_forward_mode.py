@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import world_size
+from tests.support.tiers import often
 
 ROWS, WIDTH = 9, 4
 PARTITIONS = [[5, 0, 4], [1, 7, 1]]

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from tiers import often, spread
 from torch import Tensor, fft
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import mesh, once, world_size
+from tests.support.tiers import often, spread
 
 IMAGE = (2, 3, 7, 12)
 """Batch, channels, rows or latitudes, columns or longitudes."""

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from after_passes import graph_after_passes
-from fuzz import FINE, REFUSED, RIGHT, Input, Program, draw, judge, search, shrink
-from tiers import often
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import ShardTensor, distribute_tensor
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import LocalRanks, mesh, once, rank
+from tests.support.after_passes import graph_after_passes
+from tests.support.tiers import often
+from tools.fuzz import FINE, REFUSED, RIGHT, Input, Program, draw, judge, search, shrink
 
 PARTITION = {0: [5, 0, 2]}
 
@@ -101,7 +101,7 @@ def test_a_wrong_value_is_found_and_shrunk() -> None:
     assert [i.name for i in small.inputs] == ["a0"]
     assert list(small.lines) == lines[:2]
     scope: dict[str, Any] = {}
-    exec(str(small).replace(".check()", "").replace("Program(", "small = Program(", 1), {"fuzz": None}, scope)
+    exec(str(small).replace(".check()", "").replace("Program(", "small = Program(", 1), {}, scope)
     assert scope["small"].lines == list(small.lines)
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from exchanges import count_bytes
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -19,6 +17,8 @@ from shardcompile.collectives import gather_plans as links_of_rows
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
 from shardcompile.testing.arrange import lay_out
+from tests.support.exchanges import count_bytes
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 

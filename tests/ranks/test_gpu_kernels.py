@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,10 +23,7 @@ from shardcompile.dispatch import run as running
 from shardcompile.testing import LocalRanks, assert_matches_single_device
 from shardcompile.testing.agreement import RanksFailedError
 from shardcompile.testing.rendezvous import RendezvousError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fuzz import FINE, draw, judge
+from tools.fuzz import FINE, draw, judge
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

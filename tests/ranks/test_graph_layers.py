@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import mesh
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 NODES = 9

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import assert_matches_single_device
+from tests.support.tiers import often
 
 
 class Tokens(nn.Module):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from op_cases import FAMILIES
-from op_check import Case, fill, laid_out, single_placements
-from tiers import often
-from zoo.piled_up import MAX_GROWTH
-
 import shardcompile as sc
 from shardcompile import ShardTensor
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, InputLayout, seed_of
 from shardcompile.testing.trial import largest_share
+from tests.support.op_cases import FAMILIES
+from tests.support.op_check import Case, fill, laid_out, single_placements
+from tests.support.tiers import often
+from tests.zoo.piled_up import MAX_GROWTH
 
 ASKED_FOR = {
     "joins/split": "a slice stays where its rows are",

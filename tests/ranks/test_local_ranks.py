@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardcompile.testing import LocalRanks, pool
+from tests.support.sources import ROOT
 
 pytestmark = pytest.mark.rank_processes  # its ranks are processes
 
@@ -62,6 +64,25 @@ def test_functions_and_classes_of_a_cell(ranks: LocalRanks, cell: dict[str, Any]
     results = ranks(cell["total"], 4)
     assert all(type(r) is torch.Tensor for r in results)
     assert [r.item() for r in results] == [9.0, 9.0]
+
+
+def _modules(mesh: Any) -> list[str]:
+    """The files of a helper, a tool and this module, as a rank imports them."""
+    names = "tests.support.op_check", "tools.fuzz_lines", "tests.ranks.test_local_ranks"
+    return [str(importlib.import_module(name).__file__) for name in names]
+
+
+def test_ranks_import_the_modules_of_the_tests(ranks: LocalRanks) -> None:
+    assert ranks(_modules) == [_modules(None)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_the_plugin_import_the_modules_of_the_tests() -> None:
+    assert _modules(None) == [
+        str(ROOT / "tests" / "support" / "op_check.py"),
+        str(ROOT / "tools" / "fuzz_lines.py"),
+        str(ROOT / "tests" / "ranks" / "test_local_ranks.py"),
+    ]
 
 
 def test_each_call_starts_from_the_same_seed(ranks: LocalRanks) -> None:

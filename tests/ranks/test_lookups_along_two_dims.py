@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from exchanges import count_bytes
-from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.exchanges import count_bytes
+from tests.support.tiers import often
 
 LENGTH, WIDTH = 5, 4
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -16,6 +15,7 @@ import shardcompile as sc
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 WIDTH = 4

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sent import Sent
-from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -17,6 +15,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.sent import Sent
+from tests.support.tiers import often, spread
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 

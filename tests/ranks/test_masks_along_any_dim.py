@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sent import Sent
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -18,6 +16,8 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.ops.support import gather_log
 from shardcompile.testing import mesh, once
+from tests.support.sent import Sent
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 COUNTS, EXCHANGE = "gather_counts", "exchange_rows"

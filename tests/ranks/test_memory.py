@@ -6,24 +6,23 @@ import functools
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from memory_ways import AS_PLAIN, RAISES, REFUSED, RIGHT
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import mesh
-
-SCRIPT = Path(__file__).resolve().parents[1] / "memory_ways.py"
+from tests.support.memory_ways import AS_PLAIN, RAISES, REFUSED, RIGHT
+from tests.support.sources import ROOT
 
 
 @functools.cache
 def _outcomes() -> dict[str, str]:
-    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "tests.support.memory_ways"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     told: dict[str, str] = json.loads(run.stdout)
     return told

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from after_passes import graph_after_passes
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -19,6 +17,8 @@ import shardcompile as sc
 from shardcompile.inspect.offline import trace_offline
 from shardcompile.passes import inductor_options
 from shardcompile.testing import mesh, once, world_size
+from tests.support.after_passes import graph_after_passes
+from tests.support.tiers import often
 
 PARTITIONS = {3: ([4, 0, 5], [1, 8, 0], [0, 0, 9]), 2: ([7, 2], [0, 9])}
 

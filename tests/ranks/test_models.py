@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -19,6 +18,7 @@ import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
 from shardcompile.inspect import explain
 from shardcompile.testing import assert_graph, assert_matches_single_device, same_collectives_on_every_rank
+from tests.support.tiers import often
 
 SIZES = [40, 0, 1, 25, 64, 3, 17, 10]
 

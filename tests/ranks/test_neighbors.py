@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.spatial import cKDTree
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -22,6 +21,7 @@ import shardcompile as sc
 from shardcompile.collectives import local_search, transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pdb
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import often
 from torch import Tensor, nn
 from torch._dynamo.backends import common
 from torch._dynamo.output_graph import OutputGraph
@@ -28,10 +26,8 @@ from shardcompile import config
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import LocalRanks, mesh, once, rank, world_size
 from shardcompile.testing.scheduler import RanksWaitError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from programs import program, records, records_on_square
+from tests.support.programs import program, records, records_on_square
+from tests.support.tiers import often
 
 PARTITIONS = [[5, 0, 2], [1, 1, 7], [0, 9, 0], [3, 3, 1]]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from tiers import often, spread
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.tiers import often, spread
 
 
 @pytest.mark.ranks(3, timeout=45, processes=False)
 @pytest.mark.parametrize("number", often(spread(range(1, 640, 20), 2), 16))
 def test_a_sample_of_the_ops(number: int) -> None:
-    import op_db  # PyTorch's database takes seconds to import
-    from op_sweep import sweep
+    from tests.support import op_db  # PyTorch's database takes seconds to import
+    from tests.support.op_sweep import sweep
 
     names = sorted(op_db.OPS)
     sweep(names[number % len(names)], (3,), count=2, limit=4)

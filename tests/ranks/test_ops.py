@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import op_check
-import stated_calls
-from op_cases import FAMILIES
-from tiers import often
-
 import shardcompile as sc
 from shardcompile.testing import once
+from tests.support import op_check, stated_calls
+from tests.support.op_cases import FAMILIES
+from tests.support.tiers import often
 
 COMPILED = {
     "unary": 20,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile.testing import assert_matches_single_device
+from tests.support.tiers import often
 
 Op = Callable[[Tensor, Tensor], Tensor]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from pages import DOCS, CodeBlock, code_blocks, run_blocks, without_versions_and_places
-from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import rank
+from tests.support.pages import DOCS, CodeBlock, code_blocks, run_blocks, without_versions_and_places
+from tests.support.tiers import often
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from after_passes import graph_after_passes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -18,6 +17,7 @@ from shardcompile.demo.model import PointTransformer, relative_l2
 from shardcompile.demo.traffic import traffic_of
 from shardcompile.passes import inductor_options
 from shardcompile.testing import rank, world_size
+from tests.support.after_passes import graph_after_passes
 
 SIZES = {2: [9, 2], 3: [6, 0, 5]}
 

@@ -13,14 +13,12 @@ import textwrap
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -47,10 +45,8 @@ from shardcompile.compat.caches import set_in_cache_keys
 from shardcompile.compat.patch import LEFT_OUT, leave_out
 from shardcompile.compat.patches import all_patches
 from shardcompile.testing import LocalRanks, rank
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fuzz import REFUSED, RIGHT, Input, Program, judge
+from tests.support.tiers import often
+from tools.fuzz import REFUSED, RIGHT, Input, Program, judge
 
 TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 

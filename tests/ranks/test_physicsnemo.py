@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -20,6 +19,7 @@ from shardcompile.dispatch import Handlers
 from shardcompile.errors import LayoutError, UnsupportedOpError
 from shardcompile.physicsnemo import ShardTensor, ShardTensorSpec, TensorPromotionMode
 from shardcompile.testing import once, rank, world_size
+from tests.support.tiers import often
 
 SIZES = [5, 0, 2]
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from random_cases import ELSEWHERE, RandomOp, call_of, random_ops
-from tiers import often, spread
 from torch import Tensor, distributions, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -24,6 +22,8 @@ import shardcompile as sc
 from shardcompile import ShardTensor, config
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.testing import rank, world_size
+from tests.support.random_cases import ELSEWHERE, RandomOp, call_of, random_ops
+from tests.support.tiers import often, spread
 
 aten = torch.ops.aten
 MANY = {0: [350, 0, 250]}

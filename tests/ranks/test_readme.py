@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pages import ROOT, code_blocks, run_blocks
 from torch import nn
 
 from shardcompile.testing import rank
+from tests.support.pages import ROOT, code_blocks, run_blocks
 
 README = ROOT / "README.md"
 EXAMPLE = [block for block in code_blocks(README) if block.language in ("python", "text")]

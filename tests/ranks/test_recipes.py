@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, code_blocks, run_blocks
 from torch import nn
+
+from tests.support.pages import DOCS, code_blocks, run_blocks
 
 SHARDS = code_blocks(DOCS / "recipes.md")
 COMMON, HEADINGS = "The model and the data", [shard.heading for shard in SHARDS if shard.language == "python"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -24,6 +23,7 @@ from shardcompile.collectives import ring as of_ring
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.inspect.offline import trace_offline
 from shardcompile.testing import assert_matches_single_device, mesh
+from tests.support.tiers import often
 
 BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
 

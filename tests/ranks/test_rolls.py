@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sent import Sent, run_both
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -15,6 +13,8 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
+from tests.support.sent import Sent, run_both
+from tests.support.tiers import often
 
 PARTITIONS = ([3, 4, 0], [0, 6, 4], [7, 0, 0], [1, 2, 3], [0, 0, 0], [1, 0, 0], [4, 4, 4])
 """A shard without rows, one with all, one of a single row; a dim of none and of one; even shards."""

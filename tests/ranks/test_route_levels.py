@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from after_passes import graph_after_passes
-from exchanges import count_bytes
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -20,6 +17,9 @@ from shardcompile.inspect.offline import offline_world, trace_step
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.testing import once
+from tests.support.after_passes import graph_after_passes
+from tests.support.exchanges import count_bytes
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 PARTITION = [Shard(0), Shard(0)]

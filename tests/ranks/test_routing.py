@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from exchanges import count_bytes
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -20,6 +18,8 @@ from shardcompile.testing import mesh, once, rank, world_size
 from shardcompile.testing.arrange import lay_out
 from shardcompile.testing.rendezvous import RendezvousError
 from shardcompile.testing.scheduler import RanksWaitError
+from tests.support.exchanges import count_bytes
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from after_passes import graph_after_passes
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 import shardcompile as sc
 from shardcompile.passes import LowerEvenGathers, Pipeline, default_passes, inductor_options
 from shardcompile.testing import rank, world_size
+from tests.support.after_passes import graph_after_passes
 
 WIDTH, LAYERS = 512, 4
 PARTITIONS = {2: [400, 112], 3: [400, 0, 112]}

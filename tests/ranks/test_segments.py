@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sent import Sent
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -22,6 +20,8 @@ from shardcompile.collectives.segment_exchange import REGROUP_ROWS, Regroup
 from shardcompile.sharding import GroupPartition
 from shardcompile.testing import mesh, once, rank, world_size
 from shardcompile.testing.trial import shard_problems
+from tests.support.sent import Sent
+from tests.support.tiers import often
 
 PARTITIONS = [[3, 0, 1], [1, 1, 1], [0, 5, 0], [2, 3, 2], [0, 0, 1]]
 

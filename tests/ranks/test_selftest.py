@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import often
 
 from shardcompile.selftest import Finding, Job, print_table, run_checks
 from shardcompile.selftest.checks import CHECKS
 from shardcompile.selftest.environment import Environment
+from tests.support.tiers import often
 
 WITHOUT_THE_PACKAGE = """
 import importlib.metadata as metadata

@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import op_check
 import pytest
-import stated_calls
 import torch
 import torch.distributed as dist
-from op_cases import FAMILIES
-from op_check import Case, F, P
-from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
@@ -24,6 +19,10 @@ from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import NotServed, always, state
 from shardcompile.testing import mesh, once
+from tests.support import op_check, stated_calls
+from tests.support.op_cases import FAMILIES
+from tests.support.op_check import Case, F, P
+from tests.support.tiers import often
 
 
 def small(case: Case) -> Iterator[Case]:

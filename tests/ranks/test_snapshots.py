@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -19,6 +18,7 @@ import shardcompile as sc
 from shardcompile.inspect import Report, explain
 from shardcompile.testing import rank
 from shardcompile.testing.snapshot import assert_graph, snapshot_of
+from tests.support.tiers import often
 
 SIZES = [700, 0, 324]
 

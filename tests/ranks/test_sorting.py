@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -15,6 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
+from tests.support.tiers import often
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 

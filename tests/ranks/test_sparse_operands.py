@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from sent import Sent
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.testing import mesh, once, rank
+from tests.support.sent import Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 

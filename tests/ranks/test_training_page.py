@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from pages import DOCS, code_blocks, run_blocks
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from shardcompile.testing import LocalRanks
+from tests.support.pages import DOCS, code_blocks, run_blocks
 
 EPOCHS, CLOUDS = 4, 3
 

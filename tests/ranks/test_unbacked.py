@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.tiers import often
 
 NODES = 7
 Run = Callable[[Tensor, Tensor], Any]

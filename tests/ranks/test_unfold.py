@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from sent import run_both
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -16,6 +14,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
+from tests.support.sent import run_both
+from tests.support.tiers import often
 
 PARTITIONS = ([5, 7, 0], [0, 8, 4], [12, 0, 0], [1, 1, 10], [4, 4, 4])
 """A shard without rows, one with all, some of a single row; even shards."""

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from tests.support.tiers import often
 
 PARTITIONS = ([5, 0, 4], [1, 1, 4], [0, 0, 8], [3, 3, 1])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -25,10 +23,8 @@ from shardcompile.errors import PassError
 from shardcompile.passes import Pipeline, compile_with_passes, verify
 from shardcompile.passes.graph.collective import WAIT, collectives
 from shardcompile.testing import LocalRanks, rank, world_size
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fuzz import Input, Program, run_compiled_on_rank
+from tests.support.tiers import often
+from tools.fuzz import Input, Program, run_compiled_on_rank
 
 
 class ReduceTwiceOnRankOne:

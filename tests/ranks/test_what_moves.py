@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -22,6 +21,7 @@ import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
 from shardcompile.testing.watch import CollectiveWatch
+from tests.support.tiers import often, spread
 
 PARTITIONS = ([5, 0, 2], [3, 4, 1], [0, 1, 8], [4, 4, 4])
 """An empty shard in the middle and in front, shards of one, even shards; sizes differ."""

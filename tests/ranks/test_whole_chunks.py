@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.testing import mesh, once, rank
+from tests.support.tiers import often
 
 PARTITIONS = [[5, 0, 7], [4, 4, 4], [1, 22, 1], [0, 0, 12], [11, 1, 24], [3, 8, 1]]
 

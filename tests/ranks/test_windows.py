@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.testing import assert_matches_single_device, mesh, rank
+from tests.support.tiers import often
 
 SAMPLES, CHANNELS, ROWS, COLUMNS = Shard(0), Shard(1), Shard(2), Shard(3)
 

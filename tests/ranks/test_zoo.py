@@ -12,14 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from zoo import check, page
-from zoo.double_steps import IN_DOUBLE
-from zoo.eager_only import EAGER_ONLY, NOT_BY_OUR_BACKEND
-from zoo.entry import Entry
-from zoo.piled_up import ASKED_FOR
-from zoo.registry import ENTRIES
 
 from shardcompile.testing.snapshot import UPDATE
+from tests.zoo import check
+from tests.zoo.double_steps import IN_DOUBLE
+from tests.zoo.eager_only import EAGER_ONLY, NOT_BY_OUR_BACKEND
+from tests.zoo.entry import Entry
+from tests.zoo.piled_up import ASKED_FOR
+from tests.zoo.registry import ENTRIES
+from tools import zoo_page
 
 GOLDEN = Path(__file__).parent.parent / "zoo" / "golden"
 _ALWAYS = 5
@@ -77,7 +78,7 @@ def test_sends_what_its_golden_file_says(entry: Entry) -> None:
 
 
 def test_the_page_is_that_of_the_golden_files() -> None:
-    assert page.PAGE.read_text() == page.page(), "python tests/zoo/page.py writes it anew"
+    assert zoo_page.PAGE.read_text() == zoo_page.page(), "python -m tools.zoo_page writes it anew"
 
 
 def test_every_gather_of_a_golden_file_has_a_judgement() -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import op_db
-from op_sweep import sweep
+from tests.support import op_db
+from tests.support.op_sweep import sweep
 
 
 @pytest.mark.sweep

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import op_db
-import rules_by_force
+from tests.support import op_db, rules_by_force
 
 
 @pytest.mark.sweep

@@ -18,9 +18,9 @@ from shardcompile.compat import UNKNOWN_OUTPUT_SHAPE
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.inspect import GraphReport, Report, explain
 from shardcompile.testing import once, rank
-from zoo.double_steps import IN_DOUBLE, steps_in_double
-from zoo.entry import Entry, Reading
-from zoo.piled_up import ASKED_FOR, LargestShards
+from tests.zoo.double_steps import IN_DOUBLE, steps_in_double
+from tests.zoo.entry import Entry, Reading
+from tests.zoo.piled_up import ASKED_FOR, LargestShards
 
 
 def _partitions(entry: Entry) -> list[list[int]]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo import packages
-from zoo.entry import Entry
-from zoo.words import NODES
+from tests.zoo import packages
+from tests.zoo.entry import Entry
+from tests.zoo.words import NODES
 
 
 def _layer(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:

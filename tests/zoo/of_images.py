@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo import packages
-from zoo.entry import Entry
-from zoo.of_text import hidden, of_transformers, words
-from zoo.words import KEYS, NORMS
+from tests.zoo import packages
+from tests.zoo.entry import Entry
+from tests.zoo.of_text import hidden, of_transformers, words
+from tests.zoo.words import KEYS, NORMS
 
 
 def _pictures(n: int) -> list[Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo import packages
-from zoo.entry import Entry
-from zoo.words import BIAS, KEPT, KEYS, MARGINS, MODES, PARTS, PLACED, TABLE, WINDOWS
+from tests.zoo import packages
+from tests.zoo.entry import Entry
+from tests.zoo.words import BIAS, KEPT, KEYS, MARGINS, MODES, PARTS, PLACED, TABLE, WINDOWS
 
 
 def _of(module: str, name: str, **sizes: Any) -> Callable[[], nn.Module]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo import handwritten
-from zoo.entry import Entry
-from zoo.of_graphs import OF_GRAPHS
-from zoo.of_images import OF_IMAGES
-from zoo.of_physics import OF_PHYSICS
-from zoo.of_text import OF_TEXT
-from zoo.words import KEYS, PLACES
+from tests.zoo import handwritten
+from tests.zoo.entry import Entry
+from tests.zoo.of_graphs import OF_GRAPHS
+from tests.zoo.of_images import OF_IMAGES
+from tests.zoo.of_physics import OF_PHYSICS
+from tests.zoo.of_text import OF_TEXT
+from tests.zoo.words import KEYS, PLACES
 
 
 def _words(n: int) -> list[Tensor]:

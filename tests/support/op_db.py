@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from op_check import Case, Input
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 from shardcompile.testing.arrange import with_bits_to_spare
+from tests.support.op_check import Case, Input
 
 DEVICE = os.environ.get("OP_DB_DEVICE", "cpu")
 """Where all tensors are: "cpu" or "cuda"."""

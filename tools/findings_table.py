@@ -1,7 +1,7 @@
 """Plays the findings again and prints what each line gives today.
 
-python tests/findings_table.py            # all of them, some ten minutes
-python tests/findings_table.py A3 C1      # those of some findings
+python -m tools.findings_table            # all of them, some ten minutes
+python -m tools.findings_table A3 C1      # those of some findings
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
-from findings import LINES
-from findings.play import Ranks, scenes
+from tests.findings import LINES
+from tests.findings.play import Ranks, scenes
 
 
 def main(wanted: list[str]) -> int:

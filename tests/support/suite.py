@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lockstep import Builder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -28,6 +27,7 @@ from shardcompile.demo.model import PointTransformer, relative_l2
 from shardcompile.inspect.offline import OfflineWorld, trace_step
 from shardcompile.machines import H100, link_of
 from shardcompile.passes import Pipeline
+from tests.support.lockstep import Builder
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile

@@ -1,7 +1,7 @@
 """An op of PyTorch's operator database on sharded tensors: the value that plain PyTorch gives, or an error that says why not.
 
 With OP_DB_DEVICE set to "cuda" all tensors are on a GPU. With OP_DB_RESULTS set to a file, a line of JSON is added to it
-for every op, of which tests/op_table.py makes a table.
+for every op, of which tools/op_table.py makes a table.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import op_check
-import op_db
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.testing import once, rank
+from tests.support import op_check, op_db
 
 
 def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int, backend: str | None = None) -> None:

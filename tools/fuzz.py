@@ -1,15 +1,15 @@
 """A fuzzer: random programs on sharded tensors, forward, backward and twice, against plain PyTorch on full tensors.
 
-    python tests/fuzz.py --programs 10000 --seed 0
-    python tests/fuzz.py --programs 500 --compiled aot_eager
-    python tests/fuzz.py --programs 50 --compiled shardcompile
-    python tests/fuzz.py --programs 500 --half --shortest 2 --longest 7
-    FUZZ_DEVICE=cuda python tests/fuzz.py --programs 1000
+    python -m tools.fuzz --programs 10000 --seed 0
+    python -m tools.fuzz --programs 500 --compiled aot_eager
+    python -m tools.fuzz --programs 50 --compiled shardcompile
+    python -m tools.fuzz --programs 500 --half --shortest 2 --longest 7
+    FUZZ_DEVICE=cuda python -m tools.fuzz --programs 1000
 
 Every program is a number: lines of Python (`fuzz_lines`), inputs with layouts, a mesh. It ends right, or refused in words
 on every rank, or as a finding, which is shrunk to a few lines that can be run:
 
-    from fuzz import Input, Program
+    from tools.fuzz import Input, Program
     Program((3,), [Input("a0", (3, 2), "S(0)", {0: [3, 0, 0]}, grad=True)], ["v0 = a0.cumsum(0)"]).check()
 
 Compiled programs are called again with other partitions of the same sizes, and with other sizes where plain PyTorch knows
@@ -35,7 +35,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +42,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from fuzz_lines import CALLS, DEVICE, Draw, draw_line, holds, names_in, placements_of, results_of, run_line, sizes_for
-from view_writes import stored
 
 from shardcompile import ShardTensor, errors
 from shardcompile.compat.testing import graphs_compiled
@@ -58,6 +52,19 @@ from shardcompile.testing.compare import difference
 from shardcompile.testing.rendezvous import RendezvousError
 from shardcompile.testing.scheduler import RanksWaitError
 from shardcompile.testing.trial import describe_value, largest_share, shard_problems
+from tests.support.view_writes import stored
+from tools.fuzz_lines import (
+    CALLS,
+    DEVICE,
+    Draw,
+    draw_line,
+    holds,
+    names_in,
+    placements_of,
+    results_of,
+    run_line,
+    sizes_for,
+)
 
 RIGHT, REFUSED, ESTIMATED = "right", "refused", "right, layouts chosen by an estimate"
 FINE = RIGHT, REFUSED, ESTIMATED
@@ -162,7 +169,7 @@ class Program:
         return math.prod(self.mesh)
 
     def __str__(self) -> str:
-        return "\n".join(["from fuzz import Input, Program", "Program(", f"    {self.mesh},", "    [",
+        return "\n".join(["from tools.fuzz import Input, Program", "Program(", f"    {self.mesh},", "    [",
                           *(f"        {_short(i)}," for i in self.inputs), "    ],", "    [",
                           *(f"        {line!r}," for line in self.lines), "    ],",
                           *(["    refused=True,"] if self.refused else []), ").check()"])  # fmt: skip
@@ -265,7 +272,7 @@ class Program:
         """The lines as a function of the inputs that returns the values by name."""
         names = ", ".join(f"{n!r}: {n}" for n in self.results)
         body = "\n".join(f"    {line}" for line in [*self.lines, f"return {{{names}}}"])
-        scope = dict(CALLS)
+        scope: dict[str, Any] = dict(CALLS)
         exec(compile(f"def program({', '.join(i.name for i in self.inputs)}):\n{body}", "<program>", "exec"), scope)
         return scope["program"]  # type: ignore[no-any-return]
 

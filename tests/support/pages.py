@@ -17,7 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.sources import ROOT
+
 DOCS = ROOT / "docs"
 _NUMBERS = itertools.count()
 

@@ -1,6 +1,6 @@
 """Runs the cells of a notebook in this process, without IPython, and finds what a reader would see below each.
 
-python tests/notebook_runner.py notebooks/*.ipynb       # writes the outputs into the notebooks
+python -m tools.notebook_runner notebooks/*.ipynb       # writes the outputs into the notebooks
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 Output = dict[str, Any]
 
 
@@ -35,19 +37,21 @@ def outputs_of(notebook: dict[str, Any]) -> list[list[Output]]:
 def _run(source: str, name: str, namespace: dict[str, Any], count: int) -> list[Output]:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     tree = ast.parse(source, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     printed, value = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(printed):
             exec(compile(tree, name, "exec"), namespace)
-            if last is not None:
+            if isinstance(last, ast.Expr):
                 value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
     except BaseException:
         print(printed.getvalue(), file=sys.stderr)
         raise
     if source.rstrip().endswith(";"):
         value = None
-    outputs = []
+    outputs: list[Output] = []
     if printed.getvalue():
         outputs.append({"name": "stdout", "output_type": "stream", "text": _lines(printed.getvalue())})
     if value is not None:
@@ -62,7 +66,7 @@ def _figures() -> list[Output]:
     """Figures that are open, as Jupyter shows and closes them at the end of a cell."""
     from matplotlib import pyplot
 
-    outputs = []
+    outputs: list[Output] = []
     for number in pyplot.get_fignums():
         file = io.BytesIO()
         pyplot.figure(number).savefig(file, format="png", bbox_inches="tight", metadata={"Software": None})
@@ -90,8 +94,8 @@ def in_own_process(path: Path, timeout: float = 300.0) -> list[list[Output]]:
     Raises:
         RuntimeError: a cell raises; the text has its traceback.
     """
-    command = [sys.executable, __file__, "--json", str(path)]
-    run = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=timeout)
+    command = [sys.executable, "-m", "tools.notebook_runner", "--json", str(path.resolve())]
+    run = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout)
     if run.returncode:
         raise RuntimeError(f"{path.name} does not run to its end:\n{run.stderr[-4000:]}")
     return json.loads(run.stdout)  # type: ignore[no-any-return]

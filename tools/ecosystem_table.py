@@ -1,14 +1,14 @@
-"""Writes the table of docs/ecosystem.md: ``python tests/ecosystem_table.py`` after a change of tests/ecosystem."""
+"""Writes the table of docs/ecosystem.md: ``python -m tools.ecosystem_table`` after a change of tests/ecosystem."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from ecosystem import CASES
-from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT
+from tests.ecosystem import CASES
+from tests.ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT
+from tests.support.sources import ROOT
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "ecosystem.md"
+PAGE = ROOT / "docs" / "ecosystem.md"
 ABOUT_COMPILING = "about compiling alone"
 NO_REFUSAL = (RIGHT, NOT_IN_TORCH, NOTHING)
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, SpectralFuncInfo, UnaryUfuncInfo
+
+from tests.support import op_db
 
 _BY_CLASS = {
     UnaryUfuncInfo: "pointwise",

@@ -1,20 +1,16 @@
-"""The page of the zoo, made of its registry and its golden files: ``python tests/zoo/page.py``."""
+"""The page of the zoo, made of its registry and its golden files: ``python -m tools.zoo_page``."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.sources import ROOT
+from tests.zoo.double_steps import IN_DOUBLE
+from tests.zoo.eager_only import EAGER_ONLY, NOT_BY_OUR_BACKEND
+from tests.zoo.entry import Entry
+from tests.zoo.registry import ENTRIES
 
-from zoo.double_steps import IN_DOUBLE
-from zoo.eager_only import EAGER_ONLY, NOT_BY_OUR_BACKEND
-from zoo.entry import Entry
-from zoo.registry import ENTRIES
-
-ROOT = Path(__file__).resolve().parents[2]
 PAGE, GOLDEN = ROOT / "docs" / "zoo.md", ROOT / "tests" / "zoo" / "golden"
 
 _HEAD = re.compile(r"(\d+) collectives, (\d+) B; (\d+) after the passes; parameters: (\d+) B")

@@ -1,4 +1,4 @@
-"""Counts signatures that say ``Any``: ``python tests/signatures.py [--list FOLDER]``. Bars: tests/pure/test_signatures.py."""
+"""Counts signatures that say ``Any``: ``python -m tests.support.signatures [--list FOLDER]``. Bars: tests/pure/test_signatures.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from sources import PACKAGE, SOURCES
+from tests.support.sources import PACKAGE, SOURCES
 
 
 def signatures() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

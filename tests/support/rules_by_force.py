@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import op_check
-import op_db
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -23,6 +21,7 @@ from shardcompile.errors import CollectiveError
 from shardcompile.ops import OpCall, Strategy, TensorArg, find_rule, record_of
 from shardcompile.sharding import Layout, MeshShape, Partition, Unflattened
 from shardcompile.testing.arrange import uneven_sizes
+from tests.support import op_check, op_db
 
 WORLD = 3
 _HALVES = (torch.float16, torch.bfloat16, torch.complex32)  # their terms are rounded

@@ -1,7 +1,7 @@
 """Faults that the tests have to find: each is planted in a copy of the sources, and a test has to fail.
 
-    python tests/mutations.py            # all of them: some minutes
-    python tests/mutations.py 0 3        # two of them
+    python -m tools.mutations            # all of them: some minutes
+    python -m tools.mutations 0 3        # two of them
 
 Each is the smallest form of a fault that would hurt: a wrong rule, a lost reduction, collectives in another order on one
 rank, a guard that holds on some ranks only.

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import suite
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from suite import partition, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -34,6 +32,8 @@ from shardcompile.demo.model import PointTransformer
 from shardcompile.inspect.offline import offline_world, trace
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import Collective
+from tests.support import suite
+from tests.support.suite import partition, sharded
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PARTS = 8

@@ -1,10 +1,10 @@
 """Inductor's code for GPUs of random programs, made without a GPU.
 
-    python tests/gpu_code.py [--programs 20] [--seed 0] [--backend inductor] [--cuda-graphs]
+    python -m tools.gpu_code [--programs 20] [--seed 0] [--backend inductor] [--cuda-graphs]
 
 Needs a build of torch with CUDA, and Triton; neither a GPU nor its driver. Programs are those of `fuzz`. Each is compiled
 for an H100 from fake inputs, as each of its ranks, up to the first call of the code, which cannot run. What is found are
-errors of the compiler: values are compared on a GPU (``FUZZ_DEVICE=cuda python tests/fuzz.py``).
+errors of the compiler: values are compared on a GPU (``FUZZ_DEVICE=cuda python -m tools.fuzz``).
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-sys.path.append(str(Path(__file__).parent))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # before torch is imported
 
-import fuzz
-import fuzz_lines
 import torch
 
 from shardcompile.compat import offline as fakes
 from shardcompile.errors import ShardError
 from shardcompile.inspect.offline import offline_world, trace
+from tools import fuzz, fuzz_lines
 
 H100: dict[str, Any] = {
     "multi_processor_count": 132,

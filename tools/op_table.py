@@ -1,6 +1,6 @@
-"""The table of a sweep over the operator database: ``python tests/op_table.py RESULTS [--totals | --families]``.
+"""The table of a sweep over the operator database: ``python -m tools.op_table RESULTS [--totals | --families]``.
 
-RESULTS is what OP_DB_RESULTS named, see tests/op_sweep.py.
+RESULTS is what OP_DB_RESULTS named, see tests/support/op_sweep.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _print_families(results: list[dict[str, Any]]) -> None:
 
     Where two inputs are sharded along different dims, one of them has to move, and it is gathered where that is cheapest.
     """
-    from op_families import SHOULD_NOT_GATHER, family_of  # with all of torch's tests
+    from tools.op_families import SHOULD_NOT_GATHER, family_of  # with all of torch's tests
 
     families: dict[str, list[dict[str, Any]]] = {}
     for result in results:

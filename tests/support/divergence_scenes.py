@@ -1,6 +1,6 @@
 """Programs whose ranks do not do the same, and what each rank ends with.
 
-    [SCENE_BACKEND=nccl] [SCENE_QUEUED=1] python tests/divergence_scenes.py results.json scene ...
+    [SCENE_BACKEND=nccl] [SCENE_QUEUED=1] python -m tests.support.divergence_scenes results.json scene ...
 
 With SCENE_QUEUED gloo behaves as NCCL does, see `queued_gloo`.
 
@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import queued_gloo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,6 +31,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import ShardTensor, config
 from shardcompile.collectives.transport import device_type, gpus
+from tests.support import queued_gloo
 
 WORLD = 3
 BACKEND = os.environ.get("SCENE_BACKEND", "gloo")

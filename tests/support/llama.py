@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import suite
 import torch
 from torch.fx import Graph, Node
+
+from tests.support import suite
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

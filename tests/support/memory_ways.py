@@ -1,6 +1,6 @@
 """Ways from a tensor to its memory, each tried in a process of its own, so that one that dies is told by name.
 
-``python tests/memory_ways.py`` prints, as JSON, what each of them comes to: what it gives, or the text of its error.
+``python -m tests.support.memory_ways`` prints, as JSON, what each of them comes to: what it gives, or the text of its error.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from op_check import B, Case, F, I, Input, P, case
 from torch import Tensor
+
+from tests.support.op_check import B, Case, F, I, Input, P, case
 
 Run = Callable[..., Any]
 

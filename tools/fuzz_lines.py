@@ -14,16 +14,16 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
-from programs import joins_along, parts_in_style
 from torch import Tensor
 
 from shardcompile import ShardTensor
+from tests.support.programs import joins_along, parts_in_style
 
-DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
+DEVICE: Literal["cpu", "cuda"] = "cpu" if os.environ.get("FUZZ_DEVICE", "cpu") == "cpu" else "cuda"
 """Where all tensors are: "cpu" or "cuda"."""
 
 MOST_ELEMENTS = 400
@@ -187,7 +187,7 @@ class Draw:
         dim = self.rng.choice(dims)
         return dim - value.ndim if self.rng.random() < 0.3 else dim
 
-    def int(self, low: int, high: int) -> int:
+    def number(self, low: int, high: int) -> int:
         """A number, both ends included."""
         return self.rng.randint(low, max(low, high))
 
@@ -249,7 +249,7 @@ def _along(text: str, least: int = 0, ndim: int = 1) -> Maker:
     def make(d: Draw) -> str:
         x = d.x(ndim)
         dim = d.dim(x, least)
-        number = d.int(1, d.values[x].shape[dim])
+        number = d.number(1, d.values[x].shape[dim])
         return text.replace("X", x).replace("D", str(dim)).replace("N", str(number))
 
     return make
@@ -261,7 +261,7 @@ def _over(text: str) -> Maker:
     def make(d: Draw) -> str:
         x = d.x(1)
         ndim = d.values[x].ndim
-        dims = [n - ndim if d.rng.random() < 0.3 else n for n in d.rng.sample(range(ndim), d.int(1, ndim))]
+        dims = [n - ndim if d.rng.random() < 0.3 else n for n in d.rng.sample(range(ndim), d.number(1, ndim))]
         return text.replace("X", x).replace("D", str(dims)).replace("K", str(d.rng.random() < 0.5))
 
     return make
@@ -273,7 +273,7 @@ def _over(text: str) -> Maker:
 def _sliced(d: Draw) -> str:
     x = d.x(1)
     parts: list[str] = []
-    for size in d.values[x].shape[: d.int(1, d.values[x].ndim)]:
+    for size in d.values[x].shape[: d.number(1, d.values[x].ndim)]:
         kind = d.rng.random()
         if kind < 0.15 and size:
             parts.append(str(d.rng.randrange(-size, size)))
@@ -290,7 +290,7 @@ def _sliced(d: Draw) -> str:
 def _sliced_by_formula(d: Draw) -> str:
     """A slice whose bound is a formula of the size, of which a trace may not know the sign."""
     x = d.x(1)
-    dim = d.int(0, d.values[x].ndim - 1)
+    dim = d.number(0, d.values[x].ndim - 1)
     n = f"{x}.shape[{dim}]"
     bound = d.rng.choice([f"{n} - {n} // 2", f"-({n} // 3)", f"{n} // 2 - {n}", f"{n} // 3"])
     return f"{x}[{':, ' * dim}{d.rng.choice([f'{bound}:', f':{bound}', f'{bound}::2'])}]"
@@ -309,7 +309,7 @@ def _factors(d: Draw, count: int) -> list[int]:
             rest = count // first
             second = next((n for n in d.rng.sample(range(1, 7), 6) if rest % n == 0), 1)
             return d.rng.choice([[first, -1], [first, second, -1], [-1, first], [rest, first]])
-    return [-1] if count else [0, d.int(0, 3)]
+    return [-1] if count else [0, d.number(0, 3)]
 
 
 def _reshaped(d: Draw) -> str:
@@ -321,7 +321,7 @@ def _reshaped(d: Draw) -> str:
 def _dims_joined(d: Draw) -> str:
     x = d.x(2)
     first = d.rng.randrange(d.values[x].ndim - 1)
-    return f"{x}.flatten({first}, {d.int(first + 1, d.values[x].ndim - 1)})"
+    return f"{x}.flatten({first}, {d.number(first + 1, d.values[x].ndim - 1)})"
 
 
 def _dim_split(d: Draw) -> str:
@@ -336,18 +336,18 @@ def _small_view(d: Draw) -> str:
     x = d.x(1)
     dim, ndim = d.dim(x), d.values[x].ndim
     dim_size = d.values[x].shape[dim]
-    choices = [f"{x}.squeeze()", f"{x}.squeeze({dim})", f"{x}.detach()", f"{x}.chunk({d.int(1, 4)}, {dim})[-1]"]
+    choices = [f"{x}.squeeze()", f"{x}.squeeze({dim})", f"{x}.detach()", f"{x}.chunk({d.number(1, 4)}, {dim})[-1]"]
     if ndim < MOST_DIMS:
-        choices.append(f"{x}.unsqueeze({d.int(-1, ndim)})")
+        choices.append(f"{x}.unsqueeze({d.number(-1, ndim)})")
     if ndim > 1:
         choices.append(
-            f"{x}.diagonal({d.int(-2, 2)}, {dim}, {d.rng.choice([e for e in range(ndim) if e != dim % ndim])})"
+            f"{x}.diagonal({d.number(-2, 2)}, {dim}, {d.rng.choice([e for e in range(ndim) if e != dim % ndim])})"
         )
     if dim_size:
-        size = d.int(1, dim_size)
-        choices += [f"{x}.unfold({dim}, {size}, {d.int(1, 3)})", f"{x}.select({dim}, {d.rng.randrange(-size, size)})",
+        size = d.number(1, dim_size)
+        choices += [f"{x}.unfold({dim}, {size}, {d.number(1, 3)})", f"{x}.select({dim}, {d.rng.randrange(-size, size)})",
                     f"{x}.narrow({dim}, {size - size}, {size})", f"{x}.unbind({dim})[-1]",
-                    f"{x}.tensor_split({d.int(1, 3)}, {dim})[0]"]  # fmt: skip
+                    f"{x}.tensor_split({d.number(1, 3)}, {dim})[0]"]  # fmt: skip
     return d.rng.choice(choices)
 
 
@@ -361,13 +361,13 @@ def _as_pairs(d: Draw) -> str:
 
 def _parted(d: Draw) -> str:
     x = d.x(1)
-    return f"{x}.split({d.int(1, 4)}, {d.dim(x, 1)})[:2]"
+    return f"{x}.split({d.number(1, 4)}, {d.dim(x, 1)})[:2]"
 
 
 def _expanded(d: Draw) -> str:
     x = d.x(1, lambda t: 1 in t.shape)
-    shape = [d.int(1, 4) if e == 1 else d.rng.choice([-1, e]) for e in d.values[x].shape]
-    shape = [d.int(1, 3), *shape] if len(shape) < 3 and d.rng.random() < 0.3 else shape
+    shape = [d.number(1, 4) if e == 1 else d.rng.choice([-1, e]) for e in d.values[x].shape]
+    shape = [d.number(1, 3), *shape] if len(shape) < 3 and d.rng.random() < 0.3 else shape
     return f"{x}.expand({shape})"
 
 
@@ -397,12 +397,12 @@ def _cat(d: Draw) -> str:
 
 def _stack(d: Draw) -> str:
     x = d.x(0, lambda t: t.ndim < MOST_DIMS)
-    return f"torch.stack([{x}, {d.like(x, lambda a, b: a.shape == b.shape)}], {d.int(0, d.values[x].ndim)})"
+    return f"torch.stack([{x}, {d.like(x, lambda a, b: a.shape == b.shape)}], {d.number(0, d.values[x].ndim)})"
 
 
 def _pad(d: Draw) -> str:
     x = d.x(1)
-    amounts = [d.int(-1, 2) for _ in range(2 * d.int(1, d.values[x].ndim))]
+    amounts = [d.number(-1, 2) for _ in range(2 * d.number(1, d.values[x].ndim))]
     return f"F.pad({x}, {amounts}, value=0.5)"
 
 
@@ -425,9 +425,7 @@ def _embedding(d: Draw) -> str:
 def _gather(d: Draw) -> str:
     x = d.x(1)
     dim = d.dim(x, 1)
-    index = (
-        f"torch.ones_like({x}, dtype=torch.int64).cumsum({dim}).mul({d.int(1, 5)}).remainder({d.values[x].shape[dim]})"
-    )
+    index = f"torch.ones_like({x}, dtype=torch.int64).cumsum({dim}).mul({d.number(1, 5)}).remainder({d.values[x].shape[dim]})"
     return d.rng.choice([f"{x}.gather({dim}, {index})", f"torch.take_along_dim({x}, {index}, {dim})",
                          f"{x}.scatter_add({dim}, {index}, {x}.cos())"])  # fmt: skip
 
@@ -436,7 +434,7 @@ def _index_add(d: Draw) -> str:
     x = d.x(1, lambda t: t.shape[0] > 0)
     y = d.like(x, lambda a, b: b.ndim > 0 and a.shape[1:] == b.shape[1:] and a.dtype is b.dtype)
     count, size = d.values[y].shape[0], d.values[x].shape[0]
-    places = f"torch.arange({count}{_THERE}).mul({d.int(1, 5)}).remainder({size})"
+    places = f"torch.arange({count}{_THERE}).mul({d.number(1, 5)}).remainder({size})"
     return f"{x}.index_add(0, {places}, {y})"
 
 
@@ -459,7 +457,7 @@ def _mask_of(d: Draw, x: str) -> tuple[str, str, str]:
     """An index with a mask of some with_one_segment dims of a value, the mask alone, and the condition that keeps it exact."""
     value = d.values[x]
     first = d.rng.randrange(value.ndim)
-    shape = tuple(value.shape[first : d.int(first + 1, value.ndim)])
+    shape = tuple(value.shape[first : d.number(first + 1, value.ndim)])
     others = [n for n in range(value.ndim) if not first <= n < first + len(shape)]
     known = [n for n, y in d.values.items() if y.dtype is torch.bool and tuple(y.shape) == shape]
     condition = ""
@@ -522,7 +520,7 @@ def _matmul(d: Draw) -> str:
 
 def _linear(d: Draw) -> str:
     x = d.x(1)
-    features, out = d.values[x].shape[-1], d.int(1, 4)
+    features, out = d.values[x].shape[-1], d.number(1, 4)
     bias = d.rng.choice(["", f", weight({out}).to({x}.dtype)"])
     return f"F.linear({x}, weight({out}, {features}).to({x}.dtype){bias})"
 
@@ -542,12 +540,12 @@ def _outer(d: Draw) -> str:
 def _conv(d: Draw) -> str:
     x = d.x(3, lambda t: t.ndim == 3 and t.shape[1] > 0 and t.shape[2] > 2 and t.dtype is torch.float64)
     channels = d.values[x].shape[1]
-    return f"F.conv1d({x}, weight(2, {channels}, 3), padding={d.int(0, 1)})"
+    return f"F.conv1d({x}, weight(2, {channels}, 3), padding={d.number(0, 1)})"
 
 
 def _columns_of_windows(d: Draw) -> str:
     x = d.x(3, lambda t: t.ndim == 3 and 0 not in t.shape and t.dtype is torch.float64)
-    windows = f"F.unfold({x}, ({d.int(1, 3)}, {d.int(1, 2)}), padding={d.int(0, 1)}, stride={d.int(1, 2)})"
+    windows = f"F.unfold({x}, ({d.number(1, 3)}, {d.number(1, 2)}), padding={d.number(0, 1)}, stride={d.number(1, 2)})"
     fold = f"F.fold({x}.flatten(0, 1).repeat_interleave(6, 0)[:, :1].expand(-1, 2), (3, 3), (3, 2))"
     return d.rng.choice([windows, windows, windows, fold])
 
@@ -557,12 +555,12 @@ def _fourier(d: Draw) -> str:
     x = d.x(1, lambda t: t.dtype is torch.float64 and 0 not in t.shape)
     shape = d.values[x].shape
     dim, norm = d.dim(x), f"norm={d.rng.choice([None, 'ortho', 'forward'])!r}"
-    n = d.rng.choice([shape[dim], shape[dim], d.int(1, shape[dim] + 3)])
-    dims = d.rng.sample(range(len(shape)), d.int(1, min(len(shape), 3)))
-    sizes = [d.rng.choice([shape[i], shape[i], d.int(1, shape[i] + 2)]) for i in dims]
+    n = d.rng.choice([shape[dim], shape[dim], d.number(1, shape[dim] + 3)])
+    dims = d.rng.sample(range(len(shape)), d.number(1, min(len(shape), 3)))
+    sizes = [d.rng.choice([shape[i], shape[i], d.number(1, shape[i] + 2)]) for i in dims]
     one, several = f"dim={dim}, {norm}", f"dim={dims}, {norm}"
     modes = f"torch.fft.rfft({x}, n={n}, {one})"
-    kept = f"{modes}.narrow({dim}, 0, {d.int(1, n // 2 + 1)})"
+    kept = f"{modes}.narrow({dim}, 0, {d.number(1, n // 2 + 1)})"
     choices = [
         *(f"torch.fft.irfft({z}, n={n}, {one})" for z in (modes, kept, x)),
         *(f"torch.fft.irfftn(torch.fft.rfftn({x}, {s}{several}), s={[shape[i] for i in dims]}, {several})"
@@ -650,7 +648,7 @@ def _copies(d: Draw) -> str:
     return f"(lambda r: whole(to(r, {placements!r})) - whole(r))({draw.replace('R', x)})"
 
 
-def _permuted(d: Draw) -> str:
+def _sampled(d: Draw) -> str:
     """Samples of all categories without replacement, in order."""
     x = d.x(1, lambda t: t.ndim <= 2 and 0 not in t.shape and t.dtype is torch.float64)
     return f"torch.multinomial({x}.detach().sigmoid(), {x}.shape[-1]).sort(-1)[0]"
@@ -723,7 +721,7 @@ OPS: list[tuple[str, list[Maker]]] = [
     ("transforms", [_fourier]),
     ("windows", [_columns_of_windows, _along("X.roll(1, D) - X.roll(-2, D)"), _along("X.unfold(D, 2, 1).mean(-1)", 2), _along("torch.gradient(X, dim=D)[0]", 2)]),
     ("writes", [_write_number, _write_other, _write_view, _write_view, _write_view, _set_item, _write_rows, _reshape_itself]),
-    ("random", [_copies, _copies, _permuted, _write_drawn, *[_unary(t) for t in [
+    ("random", [_copies, _copies, _sampled, _write_drawn, *[_unary(t) for t in [
         "torch.bernoulli(torch.gt(X, 0).to(torch.float64))  # if away(X, 0)", "F.rrelu(X, 0.25, 0.25, True)  # if away(X, 0)",
         "torch.normal(X.detach(), torch.zeros_like(X))", "F.dropout(X, 1.0)", "torch.poisson(torch.zeros_like(X))",
         "torch.randint_like(X, 3, 4)", "torch.rand_like(X).ge(0)", "torch._standard_gamma(X.detach().exp()).gt(0)",

@@ -1,0 +1,1 @@
+"""The tests, by what they need, and `support`, which they import."""
