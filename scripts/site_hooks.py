@@ -1,19 +1,25 @@
-"""For mkdocs: links from pages to files outside of docs/, which readers of the repository follow, work on the site too.
+"""For mkdocs: makes pages, which readers of the repository also see, work on the site.
 
-A link such as `../notebooks/1_uneven_shards.ipynb` becomes one to a copy of the file on the site.
+- A link to a file outside of docs/, such as `../notebooks/1_uneven_shards.ipynb`, becomes one to a copy on the site.
+- A picture in SVG is put into the page, where it follows the page's switch between the light and the dark scheme. As an
+  image it would follow the system's.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import Any
 
 _OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+_IMAGE = re.compile(r'<img alt="([^"]*)" src="([\w-]+\.svg)" */?>')
+_STYLE = re.compile(r"<style>.*?</style>\s*", re.S)
+_DARK = re.compile(r"@media \(prefers-color-scheme:dark\)\{(\.figure\{.*?\})\}", re.S)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Put copies of what pages link to beside the pages."""
+    """Puts copies of what pages link to beside the pages."""
     from mkdocs.structure.files import File
 
     root = Path(config.config_file_path).parent
@@ -25,5 +31,20 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links at the copies."""
+    """Points links at the copies."""
     return _OUTSIDE.sub(lambda link: f"](repository/{re.sub('[.]md$', '.txt', link[1])}", markdown)
+
+
+def on_page_content(content: str, config: Any, **_: Any) -> str:
+    """Puts pictures into the page, and their colours once."""
+    folder = Path(config.docs_dir)
+    pictures = {name: (folder / name).read_text() for _, name in _IMAGE.findall(content)}
+    if not pictures:
+        return content
+    (style, *_) = _STYLE.findall(next(iter(pictures.values())))
+
+    def picture(image: re.Match[str]) -> str:
+        label = html.escape(html.unescape(image[1]), quote=True)
+        return _STYLE.sub("", pictures[image[2]]).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+    return _DARK.sub(r"[data-md-color-scheme=slate] \1", style) + _IMAGE.sub(picture, content)

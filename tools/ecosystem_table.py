@@ -18,12 +18,15 @@ def table() -> str:
     """All sections."""
     lines: list[str] = []
     for section in dict.fromkeys(case.section for case in CASES.values()):
-        lines += ["", f"### {section}", "", "| | eager | compiled |", "|---|---|---|"]
-        lines += [
+        rows = [
             f"| {case.feature} | {ABOUT_COMPILING if case.eager == NOTHING else _told(case.eager)} | {_told(case.compiled)} |"
             for case in CASES.values()
             if case.section == section
         ]
+        refused = sum("refused" in row for row in rows)
+        summary = f"{len(rows)} features" if not refused else f"{len(rows)} features, {refused} refused"
+        lines += ["", f"### {section}", "", f'<details markdown="1"><summary>{summary}</summary>', ""]
+        lines += ["| | eager | compiled |", "|---|---|---|", *rows, "", "</details>"]
     return "\n".join([*lines[1:], "", *_notes(), ""])
 
 

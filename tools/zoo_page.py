@@ -17,27 +17,36 @@ _HEAD = re.compile(r"(\d+) collectives, (\d+) B; (\d+) after the passes; paramet
 
 _INTRODUCTION = """# Models that were tried
 
-Public models with random weights and tiny sizes, unmodified, with inputs that are sharded unevenly over three ranks: along the
-sequence, the height, points, or nodes and edges. For each of them the tests compare values and gradients with one process
-over five partitions, with an empty shard, a shard of one row and another size: eager, and, but for those listed below,
-compiled by `aot_eager` to one graph. That runs at night (`pytest -m zoo`); the first five run on every push.
+Look up here what public models send when their inputs are sharded unevenly: along the sequence, the height, points, or
+nodes and edges. The models have random weights and tiny sizes, and are unmodified.
 
-By `backend="shardcompile"`, our passes and Inductor, {tried} of {all} models are compared over two of the partitions, and are right,
-each compiled to one graph (`pytest -m zoo -k by_our_backend`). In {double} of them steps that the model takes in single
-precision, whatever its dtype is, are taken in double precision there: Inductor rounds single precision otherwise than
-eager kernels do, of plain tensors too.
+The tests compare values and gradients of each model with one process, on three ranks over five partitions, with an empty
+shard, a shard of one row and another size: eager, and, but for those listed below, compiled by `aot_eager` to one graph.
+That runs at night (`pytest -m zoo`); the first five run on every push.
 
-A row says what one rank of three sends in a forward and a backward pass, as traced and after the passes. The gradients of
-parameters, which any data-parallel step sends, are a part of the bytes; sizes of parameters stand beside. Gathers of whole
-tensors are those that remain, each with a word beside its golden file in `tests/zoo` on whether it is needed. Models
-without numbers have no golden file yet.
+By `backend="shardcompile"`, our passes and Inductor, {tried} of {all} models are compared over two of the partitions, and
+are right, each compiled to one graph (`pytest -m zoo -k by_our_backend`). In {double} of them steps that the model takes in
+single precision, whatever its dtype is, are taken in double precision there: Inductor rounds single precision otherwise
+than eager kernels do, of plain tensors too.
 
-| model | package | collectives | after the passes | bytes | parameters | whole gathers | not needed |
-|---|---|---|---|---|---|---|---|
+## What a step sends
+
+A row is what one rank of three sends in a forward and a backward pass.
+
+- *collectives*: as traced > after the passes
+- *bytes*: all that is sent, the gradients of parameters included, which any data-parallel step sends
+- *parameters*: their size
+- *gathers*: of full tensors that remain; in brackets those that are not needed. `tests/zoo` says of each why it is there
+
+A model without numbers has no golden file yet.
+"""
+
+_HEADER = """| model | collectives | bytes | parameters | gathers |
+|---|---|---|---|---|
 """
 
 _EAGER_ONLY = """
-## Compared in eager mode alone
+## Compared in eager mode only
 
 """
 
@@ -52,7 +61,18 @@ def page() -> str:
     tried = len(ENTRIES) - len(EAGER_ONLY) - len(NOT_BY_OUR_BACKEND)
     introduction = _INTRODUCTION.format(tried=tried, all=len(ENTRIES), double=len(IN_DOUBLE))
     left_out = [_EAGER_ONLY, *_reasons(EAGER_ONLY), _NOT_BY_OUR_BACKEND, *_reasons(NOT_BY_OUR_BACKEND)]
-    return "".join([introduction, *map(_row, ENTRIES), *left_out])
+    packages: dict[str, list[Entry]] = {}
+    for entry in ENTRIES:
+        packages.setdefault(entry.package or "written down in the tests", []).append(entry)
+    return "".join([introduction, *(_section(name, found) for name, found in packages.items()), *left_out])
+
+
+def _section(package: str, found: list[Entry]) -> str:
+    rows = "".join(map(_row, found))
+    summary = f"{len(found)} model{'s' * (len(found) > 1)}"
+    heading = package if " " in package else f"`{package}`"
+    folded = f'<details markdown="1"><summary>{summary}</summary>\n\n{_HEADER}{rows}\n</details>\n'
+    return f"\n### {heading[0].upper()}{heading[1:]}\n\n{folded}"
 
 
 def _reasons(left_out: Mapping[str, str]) -> list[str]:
@@ -64,9 +84,8 @@ def _reasons(left_out: Mapping[str, str]) -> list[str]:
 
 def _row(entry: Entry) -> str:
     path = GOLDEN / f"{entry.name}.txt"
-    package = entry.package or "written down in the tests"
     if not path.exists():
-        return f"| {entry.name} | {package} | not counted | | | | | |\n"
+        return f"| {entry.name} | not counted | | | |\n"
     text = path.read_text()
     found = _HEAD.match(text)
     assert found is not None, path
@@ -74,8 +93,9 @@ def _row(entry: Entry) -> str:
     gathers = [line for line in text.splitlines() if line.startswith("    ")]
     idle = sum(_times(line) for line in gathers if _word(entry, line).startswith("not needed"))
     whole = sum(map(_times, gathers))
-    numbers = (traced, issued, f"{sent / 1000:.1f} kB", f"{parameters / 1000:.1f} kB", whole, idle)
-    return f"| {entry.name} | {package} | {' | '.join(map(str, numbers))} |\n"
+    gathered = f"{whole} ({idle})" if idle else str(whole)
+    numbers = (f"{traced} > {issued}", f"{sent / 1000:.1f} kB", f"{parameters / 1000:.1f} kB", gathered)
+    return f"| {entry.name} | {' | '.join(numbers)} |\n"
 
 
 def _times(line: str) -> int:

@@ -14,7 +14,7 @@ _WITH_EXAMPLES = [path for path in SOURCES if ">>> " in path.read_text()]
 
 
 def test_there_are_some() -> None:
-    assert PACKAGE / "sharding" / "derived.py" in _WITH_EXAMPLES
+    assert PACKAGE / "sharding" / "derivations.py" in _WITH_EXAMPLES
 
 
 @pytest.mark.parametrize("path", _WITH_EXAMPLES, ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardcompile import config
+from shardcompile.passes import Pipeline
+from shardcompile.passes.pipeline import foreign_passes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -93,6 +96,9 @@ def test_the_site_builds(tmp_path: Path) -> None:
     shown = re.findall(r'<h\d id="(shardcompile[^"]*)"', api)
     assert "shardcompile.Layout.describe" in shown and "shardcompile.config.patch" in shown
     assert not [name for name in shown if "._" in name or name.endswith(".refusal")]
+    passes = (tmp_path / "site" / "passes.html").read_text()
+    assert passes.count("<svg ") > passes.count('role="img"') > 15 and 'src="pass-' not in passes
+    assert passes.count("[data-md-color-scheme=slate] .figure{") == 1
     assert (tmp_path / "site" / "repository" / "notebooks" / "1_uneven_shards.ipynb").exists()
     shutil.rmtree(tmp_path / "site")
 
@@ -102,6 +108,51 @@ def test_the_api_page_shows_no_private_members() -> None:
     options = re.findall(r"members: *(\S+)", (DOCS / "api.md").read_text())
     assert "null}" in options and not [found for found in options if found.startswith("true")]
     assert re.search(r'members: \[\]\n +filters: \["!\^_"\]', (ROOT / "mkdocs.yml").read_text())
+
+
+def test_members_that_the_api_page_lists_exist() -> None:
+    """mkdocstrings leaves out without a word what a class does not have."""
+    page = (DOCS / "api.md").read_text()
+    listed = re.findall(r"^::: (shardcompile\S*)\n +options:\s+(?:\{ *)?members: \[([^\]]+)\]", page, re.M)
+    assert len(listed) > 3
+    for owner, members in listed:
+        assert [m for m in members.split(", ") if not hasattr(_named(owner), m)] == [], owner
+
+
+def _named(name: str) -> object:
+    """The object with a dotted name."""
+    found: object = importlib.import_module("shardcompile")
+    for i, part in enumerate(parts := name.split(".")[1:], 1):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(["shardcompile", *parts[:i]]))
+        found = getattr(found, part)
+    return found
+
+
+def test_the_page_of_passes_has_every_pass() -> None:
+    text = (DOCS / "passes.md").read_text()
+    names = {each.name for each in (*Pipeline().passes, *foreign_passes())}
+    assert len(names) > 15 and {name for name in names if f"`{name}`" not in text} == set()
+
+
+@pytest.mark.parametrize("program", ["concepts", "performance"])
+def test_pictures_are_what_their_programs_draw(program: str) -> None:
+    """Those of graphs need traces: tests/fake/test_pictures.py."""
+    panels = importlib.import_module(f"tools.pictures.{program}").panels()
+    assert panels and {name: str(panel) for name, panel in panels.items()} == {
+        name: (DOCS / f"{name}.svg").read_text() for name in panels
+    }, f"python -m tools.pictures.{program} draws them anew"
+
+
+def test_pictures_fit_a_telephone_and_follow_the_scheme() -> None:
+    """Each is on a page, has no colour of its own, and asks nothing of other hosts."""
+    pages = "".join(page.read_text() for page in PAGES)
+    for path in DOCS.glob("*.svg"):
+        text = path.read_text()
+        assert f"{path.name})" in pages, f"no page shows {path.name}"
+        (width,) = map(float, re.findall(r'^<svg .* width="([\d.]+)"', text))
+        assert width <= 480 and "#" not in text.partition("</style>")[2]
+        assert set(re.findall(r"\w+://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
 
 def test_the_api_page_has_every_setting() -> None:

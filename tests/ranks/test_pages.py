@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
+from torch.fx import Graph
 
 import shardcompile as sc
-from shardcompile.testing import rank
+from shardcompile.passes import Pipeline, collectives, inductor_options
+from shardcompile.testing import once, rank
 from tests.support.pages import DOCS, CodeBlock, code_blocks, run_blocks, without_versions_and_places
 from tests.support.tiers import often
 
@@ -45,6 +48,52 @@ def test_first_model() -> None:
 
 def test_looking_inside() -> None:
     run_blocks(code_blocks(DOCS / "looking-inside.md"))["test_communication"]()
+
+
+def test_a_pass_of_ones_own() -> None:
+    names = run_blocks(code_blocks(DOCS / "passes.md"))
+    assert names["trace"].collectives[0].global_bytes == 512 * 512 * 2
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_that_pass_keeps_every_bit() -> None:
+    names = _pass_and_layer()
+    weight = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)).bfloat16()
+    shard = weight.split([4, 0, 3])[rank()].clone()
+    sharded = sc.ShardTensor.from_local(shard, init_device_mesh("cpu", (3,)), [Shard(0)], {0: [4, 0, 3]})
+    step = torch.compile(names["layer"], fullgraph=True, options=once(_options))
+    with torch.no_grad():
+        assert torch.equal(step(x, sharded), names["layer"](x, sharded))
+    assert _SENT == [7 * 4 * 2]
+
+
+_SENT: list[int] = []
+
+
+@cache
+def _pass_and_layer() -> dict[str, Any]:
+    """The names of the page of passes, the same objects on every rank."""
+    written, step, *_ = [block for block in code_blocks(DOCS / "passes.md") if block.language == "python"]
+    return run_blocks([written, replace(step, source=step.source.partition("\n\nfor passes")[0])])
+
+
+class _Sent:
+    """A pass that changes nothing, and keeps the bytes of collectives."""
+
+    name = "sent"
+
+    def __repr__(self) -> str:
+        return "Sent()"
+
+    def __call__(self, graph: Graph) -> None:
+        _SENT[:] = [c.global_bytes for c in collectives(graph)]
+
+
+def _options() -> dict[str, Any]:
+    """Recorded, so that nothing comes from a cache."""
+    passes = [_pass_and_layer()["CastBeforeGather"](), _Sent()]
+    return inductor_options() | {"post_grad_custom_post_pass": Pipeline(passes, record=True)}
 
 
 def test_install() -> None:
@@ -99,6 +148,11 @@ def test_physics_informed_loss(compiled: bool, float64: None) -> None:
 @pytest.mark.ranks(3, processes=False)
 def test_troubleshooting() -> None:
     run_blocks(code_blocks(DOCS / "troubleshooting.md"), cleaned=str.split)  # the page breaks lines
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_concepts() -> None:
+    run_blocks(by_aot_eager("concepts.md"))
 
 
 @pytest.mark.ranks(3, processes=False)
