@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET, ALL_TO_ALL_BUCKET, REDUCE_SCATTER_BUCKET
+from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.range_bucket import RANGE_BUCKET, is_filled, together
 from shardcompile.collectives.ranges import moved
 from shardcompile.collectives.reductions import ALL_REDUCE
@@ -186,19 +187,7 @@ class BucketAllGathers(Bucketing):
         return gathered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, dims, totals, partitions = _join_arguments(members)
-        group_name = members[-1].group_name
-        start = add_call(
-            graph,
-            ALL_GATHER_BUCKET,
-            inputs=inputs,
-            dims=dims,
-            totals=totals,
-            partitions=partitions,
-            group_name=group_name,
-        )
-        dtype = start.meta["val"].dtype
-        return start, [_length(graph, m, dtype) for m in members], dtype
+        return _with_lengths(graph, _add_bucket(graph, ALL_GATHER_BUCKET, members), members)
 
 
 class BucketReduceScatters(Bucketing):
@@ -234,19 +223,8 @@ class BucketReduceScatters(Bucketing):
         if all(map(_is_even, members)):
             start = _even_scatter(graph, members)
         else:
-            inputs, dims, shards, partitions = _join_arguments(members)
-            start = add_call(
-                graph,
-                REDUCE_SCATTER_BUCKET,
-                inputs=inputs,
-                dims=dims,
-                shards=shards,
-                reduce_op=members[-1].arguments.reduce_op,
-                partitions=partitions,
-                group_name=members[-1].group_name,
-            )
-        dtype = start.meta["val"].dtype
-        return start, [_length(graph, m, dtype) for m in members], dtype
+            start = _add_bucket(graph, REDUCE_SCATTER_BUCKET, members, members[-1].arguments.reduce_op)
+        return _with_lengths(graph, start, members)
 
 
 class BucketAllToAlls(Bucketing):
@@ -267,19 +245,7 @@ class BucketAllToAlls(Bucketing):
         return exchanged_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, dims, sizes, partitions = _join_arguments(members)
-        group_name = members[-1].group_name
-        start = add_call(
-            graph,
-            ALL_TO_ALL_BUCKET,
-            inputs=inputs,
-            dims=dims,
-            sizes=sizes,
-            partitions=partitions,
-            group_name=group_name,
-        )
-        dtype = start.meta["val"].dtype
-        return start, [_length(graph, m, dtype) for m in members], dtype
+        return _with_lengths(graph, _add_bucket(graph, ALL_TO_ALL_BUCKET, members), members)
 
 
 class BucketRanges(Bucketing):
@@ -302,9 +268,7 @@ class BucketRanges(Bucketing):
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
         arguments = together([m.kind for m in members], [m.arguments for m in members])
-        start = add_call(graph, RANGE_BUCKET, **arguments._asdict())
-        dtype = start.meta["val"].dtype
-        return start, [_length(graph, m, dtype) for m in members], dtype
+        return _with_lengths(graph, add_call(graph, RANGE_BUCKET, **arguments._asdict()), members)
 
 
 def _is_static(c: Collective) -> bool:
@@ -316,20 +280,26 @@ def _is_even(c: Collective) -> bool:
     return c.descriptor.run is None
 
 
-def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupPartition]]:
-    """Returns the payloads, dims, sizes and partitions of the members, as arguments of a bucket."""
-    inputs: list[Any] = []
+def _add_bucket(graph: Graph, bucket: Descriptor[Any], members: Sequence[Collective], *options: object) -> Node:
+    """Adds a bucket, whose arguments are the payloads, dims and sizes of the members, `options`, and the partitions."""
     dims: list[int] = []
     sizes: list[Any] = []
     partitions: list[GroupPartition] = []
     for m in members:
-        inputs.append(m.payload)
         joins, result = m.descriptor.joins, _result_sizes(m)
         assert joins is not None and joins.partitions is not None
         dims += list(result)
         sizes += list(result.values())
         partitions += joins.partitions(m.parts)
-    return inputs, dims, sizes, partitions
+    payloads = [m.payload for m in members]
+    arguments = bucket.arguments(payloads, dims, sizes, *options, partitions, members[-1].group_name)
+    return add_call(graph, bucket, **arguments._asdict())
+
+
+def _with_lengths(graph: Graph, start: Node, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+    """Returns what `Bucketing._merge` returns."""
+    dtype = start.meta["val"].dtype
+    return start, [_length(graph, m, dtype) for m in members], dtype
 
 
 def _result_sizes(c: Collective) -> dict[int, Any]:

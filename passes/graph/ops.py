@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from shardcompile.compat.own_ops import define_op
+
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define("in_flight(Tensor x) -> ()", tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe])
-_LIBRARY.impl("in_flight", lambda x: None, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::in_flight", lambda x: None, lib=_LIBRARY)
-IN_FLIGHT = torch.fx.node.has_side_effect(torch.ops.shardcompile.in_flight.default)
+IN_FLIGHT = torch.fx.node.has_side_effect(
+    define_op("in_flight(Tensor x) -> ()", lambda x: None, lambda x: None, any_strides=False)
+)
 """A no-op that reads a tensor which is being sent until here. It has a side effect, so that it stays in a graph though
 nothing uses it.
 """

@@ -9,9 +9,9 @@ does. Not modelled: the slowdown of kernels by a running collective, and ranks t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -187,59 +187,3 @@ def _last_uses(order: Sequence[Node], costs: GraphCosts) -> dict[Node, int]:
             base = storage[x]
             last[base] = max(until, last.get(base, 0))
     return last
-
-
-class Bar(NamedTuple):
-    """A bar of a Chrome trace. Times in seconds."""
-
-    name: str
-    category: str
-    stream: str
-    start: float
-    end: float
-    args: Mapping[str, Any]
-
-
-def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Iterable[Bar]) -> list[dict[str, Any]]:
-    """Returns the events of one process of a Chrome trace.
-
-    Times are in microseconds, rounded to the nanosecond, as the format keeps them.
-
-    Args:
-        process: its number.
-        name: of the process.
-        streams: titles of its threads, from top to bottom.
-        bars: on these streams.
-    """
-    thread = {stream: i for i, stream in enumerate(streams)}
-
-    def metadata(kind: str, tid: int, **args: object) -> dict[str, object]:
-        return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
-
-    described = [metadata("process_name", 0, name=name), metadata("process_sort_index", 0, sort_index=process)]
-    for stream, title in streams.items():
-        described.append(metadata("thread_name", thread[stream], name=title))
-        described.append(metadata("thread_sort_index", thread[stream], sort_index=thread[stream]))
-    events = []
-    for bar in bars:
-        start, end = round(bar.start * 1e9), round(bar.end * 1e9)
-        event = {"ph": "X", "name": bar.name, "cat": bar.category, "pid": process, "tid": thread[bar.stream]}
-        events.append(event | {"ts": start / 1e3, "dur": (end - start) / 1e3, "args": dict(bar.args)})
-    return [*described, *events]
-
-
-def perfetto(timeline: Timeline) -> dict[str, Any]:
-    """Returns a timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show."""
-    streams = {COMPUTE: COMPUTE} | {group: f"group {group}" for group in timeline.communication}
-    bars = (
-        Bar(
-            e.node.name,
-            "compute" if e.stream == COMPUTE else "communication",
-            e.stream,
-            e.start,
-            e.end,
-            {"target": str(e.node.target)},
-        )
-        for e in timeline.events
-    )
-    return {"traceEvents": chrome_events(0, "schedule", streams, bars), "displayTimeUnit": "ms"}

@@ -33,12 +33,7 @@ from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatt
 from shardcompile.collectives.functional import send_shards as send_shards
 from shardcompile.collectives.gather_plans import LocalGatherPlan as LocalGatherPlan
 from shardcompile.collectives.gather_plans import Reduction as Reduction
-from shardcompile.collectives.gather_plans import add_rows as add_rows
 from shardcompile.collectives.gather_plans import make_gather_plan as make_gather_plan
-from shardcompile.collectives.gather_plans import named_rows as named_rows
-from shardcompile.collectives.gather_plans import reduce_rows as reduce_rows
-from shardcompile.collectives.gather_plans import rows_travel as rows_travel
-from shardcompile.collectives.gather_plans import take_rows as take_rows
 from shardcompile.collectives.hierarchical import HierarchicalRoute as HierarchicalRoute
 from shardcompile.collectives.hierarchical import add_copies as add_copies
 from shardcompile.collectives.hierarchical import hierarchical_combine as hierarchical_combine

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
+from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import DERIVATIONS, IntLike, Layout, Partition, read_sizes, write_sizes
 
 
@@ -145,12 +146,9 @@ def _derive_partition(
     return torch.tensor([partition.trace.key, sizes[index], rows[index]])
 
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define(
+define_op(
     "derive_partition(str how, SymInt[] numbers, SymInt[] partitions, int[] parts, str group_names) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe],
-)
-_LIBRARY.impl("derive_partition", _derive_partition, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardcompile::derive_partition", lambda *_: torch.empty([3], dtype=torch.int64), lib=_LIBRARY
+    _derive_partition,
+    lambda *_: torch.empty([3], dtype=torch.int64),
+    any_strides=False,
 )

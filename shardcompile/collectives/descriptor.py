@@ -22,10 +22,9 @@ from shardcompile import compat, diagnosis
 from shardcompile.collectives.arguments import A, Signature
 from shardcompile.collectives.pending import Pending
 from shardcompile.collectives.traffic import Load, Member, Traffic, nbytes_of
+from shardcompile.compat.own_ops import LIBRARY, define_op
 from shardcompile.diagnosis import Call
 from shardcompile.sharding import GroupPartition, transfer_dtype_of
-
-_LIBRARY = torch.library.Library("shardcompile", "DEF")
 
 Shape = Any
 """The shape of a payload, or a list of shapes."""
@@ -220,22 +219,19 @@ def _define(descriptor: Descriptor[A]) -> object:
     """Defines the op of a descriptor."""
     name, signature, run = descriptor.kind, descriptor.signature, descriptor.run
     assert run is not None
-    # Not capturable in CUDA graphs: the host decides at run time which rows move.
-    tags = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-    _LIBRARY.define(f"{name}({signature.schema}) -> {descriptor.returns}", tags=tags)
     start = _carried(run) if descriptor.as_integers else run
-    _LIBRARY.impl(name, lambda *args: start(signature.read(args)), "CompositeExplicitAutograd")
-    op = getattr(torch.ops.shardcompile, name).default
     on_fakes = descriptor.fake or _fake(descriptor)
 
     def fake(*args: object) -> Any:
         return on_fakes(signature.read(args))
 
-    traced = compat.lower_when_traced(op, fake) if descriptor.communicates else fake
-    torch.library.register_fake(f"shardcompile::{name}", traced, lib=_LIBRARY)
+    # Not capturable in CUDA graphs: the host decides at run time which rows move.
+    schema = f"{name}({signature.schema}) -> {descriptor.returns}"
+    traced = compat.lower_when_traced(lambda: op, fake) if descriptor.communicates else fake
+    op = define_op(schema, lambda *args: start(signature.read(args)), traced)
     if descriptor.adjoint is not None:
         torch.library.register_autograd(
-            f"shardcompile::{name}", _backward(descriptor), setup_context=_context_saver(descriptor), lib=_LIBRARY
+            f"shardcompile::{name}", _backward(descriptor), setup_context=_context_saver(descriptor), lib=LIBRARY
         )
     if descriptor.communicates:
         compat.count_as_collective([op.overloadpacket])

@@ -16,23 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.exchange import Exchange
 from shardcompile.collectives.ranges import fetch_wanted, return_wanted
 from shardcompile.collectives.shards import shards_of
 from shardcompile.collectives.traffic import even_exchange, of_any_rows
 from shardcompile.collectives.transport import Range
+from shardcompile.compat.own_ops import define_op
 from shardcompile.errors import LayoutError
 from shardcompile.sharding import GroupPartition, IntLike, Partition, write_partition
 from shardcompile.sharding.codec import partition_schema
-
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-for _schema in (
-    f"ranges_of_documents(Tensor ends, bool causal, SymInt total, {partition_schema()}, str group_name) -> Tensor",
-    "ranges_of_shards(Tensor[] counts, Tensor[] indices, SymInt of_query, SymInt of_keys, SymInt total, SymInt keys, "
-    f"{partition_schema()}, str group_name) -> Tensor",
-    "local_range(Tensor ranges, str group_name) -> Tensor",
-):
-    _LIBRARY.define(_schema, tags=_TAGS)
 
 _ops = torch.ops.shardcompile
 
@@ -210,57 +202,33 @@ def _local_range(ranges: Tensor, group_name: str) -> Tensor:
     return torch.tensor([start, end - start])
 
 
-def _held_and_wanted(a: DocumentRanges, what: str) -> tuple[list[Range], list[Range]]:
-    ranks = compat.process_group(a.group_name).size()
-    return shards_of(int(a.total), 0, a.partition, ranks, what), [(i, j) for i, j in a.ranges.tolist()]
+def _describe(
+    kind: str, exchange: Callable[..., Exchange], adjoint: Callable[[], Descriptor[DocumentRanges]]
+) -> Descriptor[DocumentRanges]:
+    def run(a: DocumentRanges) -> Tensor:
+        group = compat.process_group(a.group_name)
+        held = shards_of(int(a.total), 0, a.partition, group.size(), kind)
+        wanted = [(i, j) for i, j in a.ranges.tolist()]
+        return exchange(kind, a.input, 0, held, wanted, int(a.shard), group).start(descriptor, a.group_name)
+
+    descriptor: Descriptor[DocumentRanges] = Descriptor(
+        kind,
+        DocumentRanges,
+        run,
+        sizes=lambda a: {0: a.shard},
+        adjoint=lambda a, shape, grad: adjoint().start(a._replace(input=grad, shard=shape[0])).wait(),
+        members=lambda a, n: [of_any_rows(a.input, a.shard)],
+        traffic=even_exchange,
+        states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
+        of_one_rank=True,
+    )
+    return descriptor
 
 
-def _fetch(a: DocumentRanges) -> Tensor:
-    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "fetch_document_ranges")
-    exchange = fetch_wanted(FETCH_DOCUMENT_RANGES.kind, a.input, 0, held, wanted, int(a.shard), group)
-    return exchange.start(FETCH_DOCUMENT_RANGES, a.group_name)
-
-
-def _return(a: DocumentRanges) -> Tensor:
-    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "return_document_ranges")
-    exchange = return_wanted(RETURN_DOCUMENT_RANGES.kind, a.input, 0, held, wanted, int(a.shard), group)
-    return exchange.start(RETURN_DOCUMENT_RANGES, a.group_name)
-
-
-def _adjoint(of: Callable[[], Descriptor[DocumentRanges]]) -> Callable[[DocumentRanges, torch.Size, Tensor], Tensor]:
-    def adjoint(a: DocumentRanges, shape: torch.Size, grad: Tensor) -> Tensor:
-        return of().start(a._replace(input=grad, shard=shape[0])).wait()
-
-    return adjoint
-
-
-FETCH_DOCUMENT_RANGES: Descriptor[DocumentRanges] = Descriptor(
-    "fetch_document_ranges",
-    DocumentRanges,
-    _fetch,
-    sizes=lambda a: {0: a.shard},
-    adjoint=_adjoint(lambda: RETURN_DOCUMENT_RANGES),
-    members=lambda a, n: [of_any_rows(a.input, a.shard)],
-    traffic=even_exchange,
-    states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-    of_one_rank=True,
+FETCH_DOCUMENT_RANGES = _describe("fetch_document_ranges", fetch_wanted, lambda: RETURN_DOCUMENT_RANGES)
+RETURN_DOCUMENT_RANGES: Descriptor[DocumentRanges] = _describe(
+    "return_document_ranges", return_wanted, lambda: FETCH_DOCUMENT_RANGES
 )
-
-RETURN_DOCUMENT_RANGES: Descriptor[DocumentRanges] = Descriptor(
-    "return_document_ranges",
-    DocumentRanges,
-    _return,
-    sizes=lambda a: {0: a.shard},
-    adjoint=_adjoint(lambda: FETCH_DOCUMENT_RANGES),
-    members=lambda a, n: [of_any_rows(a.input, a.shard)],
-    traffic=even_exchange,
-    states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-    of_one_rank=True,
-)
-
-_LIBRARY.impl("ranges_of_documents", _document_ranges, "CompositeExplicitAutograd")
-_LIBRARY.impl("ranges_of_shards", _block_mask_ranges, "CompositeExplicitAutograd")
-_LIBRARY.impl("local_range", _local_range, "CompositeExplicitAutograd")
 
 
 def _fake_ranges(*rest: Any) -> Tensor:
@@ -268,8 +236,19 @@ def _fake_ranges(*rest: Any) -> Tensor:
     return torch.empty([ranks, 2], dtype=torch.int64, device="cpu")
 
 
-for _name in ("ranges_of_documents", "ranges_of_shards"):
-    torch.library.register_fake(f"shardcompile::{_name}", _fake_ranges, lib=_LIBRARY)
-torch.library.register_fake(
-    "shardcompile::local_range", lambda *_: torch.empty([2], dtype=torch.int64, device="cpu"), lib=_LIBRARY
+define_op(
+    f"ranges_of_documents(Tensor ends, bool causal, SymInt total, {partition_schema()}, str group_name) -> Tensor",
+    _document_ranges,
+    _fake_ranges,
+)
+define_op(
+    "ranges_of_shards(Tensor[] counts, Tensor[] indices, SymInt of_query, SymInt of_keys, SymInt total, SymInt keys, "
+    f"{partition_schema()}, str group_name) -> Tensor",
+    _block_mask_ranges,
+    _fake_ranges,
+)
+define_op(
+    "local_range(Tensor ranges, str group_name) -> Tensor",
+    _local_range,
+    lambda *_: torch.empty([2], dtype=torch.int64, device="cpu"),
 )

@@ -2,8 +2,8 @@
 
 The inspector (`make_gather_plan`) runs once for an index, such as the edges of a graph: each rank requests the distinct
 remote rows that its indices refer to from their owners. The executors then need one exchange each, in which a row is
-sent once to each rank that requested it: `take_rows` gathers rows, and `add_rows` scatter-adds values, summed per row
-before they are sent. Each is the adjoint of the other. Local rows are not sent.
+sent once to each rank that requested it: `take` gathers rows, and `add` scatter-adds values, summed per row before they
+are sent. Each is the adjoint of the other. Local rows are not sent.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from shardcompile.collectives.routes import (
     gather_counts,
     partition_of_sizes,
 )
+from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import GroupPartition, IntLike, Partition, write_partition
 from shardcompile.sharding.codec import partition_schema
 
 Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
 """The reduction of values with the same index, as in ``torch.scatter_reduce``; any: one of the values is kept."""
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define(
-    f"name_rows(Tensor index, SymInt size, {partition_schema()}, str group_name, bool wraps, bool may_miss) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout],
-)
 _ops = torch.ops.shardcompile
 
 
 class LocalGatherPlan(NamedTuple):
-    """The gather plan of an index, as one rank holds it.
+    """The gather plan of an index, as one rank holds it, and its executors.
 
     Attributes:
+        partition: the partition of the rows, over one mesh dim.
+        mesh: the mesh.
         asked: rank s requests asked[s, d] distinct rows from rank d: [ranks, ranks], int64, on the CPU.
         sent: local indices of the rows that this rank sends, ordered by destination rank: [a], int64.
         wanted: global indices of the rows that this rank receives, ascending: [b], int64.
@@ -54,12 +51,99 @@ class LocalGatherPlan(NamedTuple):
         arrived_partition: the partition of the received rows over the ranks.
     """
 
+    partition: Partition
+    mesh: DeviceMesh
     asked: Tensor
     sent: Tensor
     wanted: Tensor
     place: Tensor
     sent_partition: Partition
     arrived_partition: Partition
+
+    @property
+    def _num_rows(self) -> Any:
+        """The number of local rows."""
+        return shard_size(self.partition, self.mesh)
+
+    @property
+    def _num_received(self) -> Any:
+        """The number of remote rows that the local entries refer to."""
+        return shard_size(self.arrived_partition, self.mesh)
+
+    @property
+    def _travels(self) -> bool:
+        """Whether any row may travel: False only if the number of received rows is statically 0 on all ranks."""
+        return not (isinstance(self.arrived_partition.size, int) and self.arrived_partition.size == 0)
+
+    def _exchange(self, rows: Sequence[Tensor], count: IntLike, *, back: bool = False) -> list[Tensor]:
+        group_name = compat.group_name_of(self.mesh, self.partition.mesh_dims[0])
+        return exchange_rows(rows, self.asked, count, group_name, back=back)
+
+    def take(self, shards: Sequence[Tensor], *, may_miss: bool = False) -> list[Tensor]:
+        """Gathers the rows of the index from several tensors by one exchange: [e, ...] of each. Differentiable.
+
+        Args:
+            shards: the local shard of each tensor: [n, ...].
+            may_miss: whether entries may refer to no row; they get zeros.
+        """
+        remote = [b[:0] for b in shards]
+        if self._travels:
+            remote = self._exchange([b.index_select(0, self.sent) for b in shards], self._num_received, back=True)
+        padding = [[b.new_zeros([1, *b.shape[1:]])] if may_miss else [] for b in shards]
+        return [
+            torch.cat([b, c, *z]).index_select(0, self.place) for b, c, z in zip(shards, remote, padding, strict=True)
+        ]
+
+    def add(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Sums values with the same index on the owner of the row, for several tensors by one exchange.
+
+        Differentiable.
+
+        Args:
+            values: one value for each entry of the index, for each tensor: [e, ...].
+
+        Returns:
+            The sums for the local rows of each tensor: [n, ...].
+        """
+        num_rows, num_remote = self._num_rows, self._num_received if self._travels else 0
+        sums = [v.new_zeros([num_rows + num_remote, *v.shape[1:]]).index_add(0, self.place, v) for v in values]
+        if not self._travels:
+            return sums
+        remote = [s.narrow(0, num_rows, num_remote) for s in sums]
+        returned = self._exchange(remote, self.sent.shape[0])
+        return [s.narrow(0, 0, num_rows).index_add(0, self.sent, h) for s, h in zip(sums, returned, strict=True)]
+
+    def named(self) -> Tensor:
+        """Returns which local rows the index of any rank refers to: [n], bool. No communication."""
+        num_rows = self._num_rows
+        used = torch.zeros([num_rows + self._num_received], dtype=torch.bool, device=self.place.device)
+        return used.scatter(0, self.place, True).narrow(0, 0, num_rows).scatter(0, self.sent, True)
+
+    def reduce(self, rows: Tensor, values: Tensor, reduce: Reduction, include_self: bool) -> Tensor:
+        """Reduces values into the rows that their indices refer to, on the owners of the rows, by one exchange.
+
+        Args:
+            rows: the local rows: [n, ...].
+            values: one value for each entry of the index: [e, ...].
+            reduce: the reduction.
+            include_self: whether the old value of a row takes part. Rows without values stay as they are.
+        """
+        num_rows, num_remote = self._num_rows, self._num_received
+        kind = "sum" if reduce == "mean" else reduce
+        terms = [(values, kind)]
+        if reduce == "mean":
+            terms.append((torch.ones_like(self.place), "sum"))
+        neutral = [v.new_full([num_rows + num_remote, *v.shape[1:]], _neutral(k, v.dtype)) for v, k in terms]
+        partial = [_reduced(n, self.place, v, k) for n, (v, k) in zip(neutral, terms, strict=True)]
+        returned = self._exchange([o.narrow(0, num_rows, num_remote) for o in partial], self.sent.shape[0])
+        pairs = zip(partial, returned, terms, strict=True)
+        reduced, *counts = [_reduced(o.narrow(0, 0, num_rows), self.sent, h, k) for o, h, (_, k) in pairs]
+        has_values = self.named().view(_column(rows))
+        if include_self:
+            reduced = _COMBINE[kind](rows, reduced)
+        if counts:
+            reduced = reduced / (counts[0] + int(include_self)).view(_column(rows))
+        return torch.where(has_values, reduced, rows)
 
 
 def make_gather_plan(
@@ -101,7 +185,8 @@ def make_gather_plan(
         local_rows: Any = shard_size(partition, mesh)
         place = torch.where(place < 0, local_rows + arriving, place)
     (sent,) = exchange_rows([first_rows(local_indices, arriving)], asked, num_sent, group_name)
-    return LocalGatherPlan(asked, sent, first_rows(distinct, arriving), place, sent_partition, arrived_partition)
+    wanted = first_rows(distinct, arriving)
+    return LocalGatherPlan(partition, mesh, asked, sent, wanted, place, sent_partition, arrived_partition)
 
 
 def _name_rows(
@@ -158,143 +243,12 @@ def _fake_names(
     )
 
 
-_LIBRARY.impl("name_rows", _name_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::name_rows", _fake_names, lib=_LIBRARY)
-
-
-def rows_travel(came: Partition) -> bool:
-    """Returns whether any row may travel: False only if the number of received rows is statically 0 on all ranks.
-
-    Args:
-        came: the partition of the received rows over the ranks.
-    """
-    return not (isinstance(came.size, int) and came.size == 0)
-
-
-def take_rows(
-    shards: Sequence[Tensor],
-    asked: Tensor,
-    sent: Tensor,
-    place: Tensor,
-    arriving: IntLike,
-    group_name: str,
-    *,
-    may_miss: bool = False,
-    travels: bool = True,
-) -> list[Tensor]:
-    """Gathers the rows of an index from several tensors by one exchange. Differentiable.
-
-    Args:
-        shards: the local shard of each tensor: [n, ...].
-        asked: as in `LocalGatherPlan`.
-        sent: as in `LocalGatherPlan`.
-        place: as in `LocalGatherPlan`.
-        arriving: number of received rows.
-        group_name: the process group.
-        may_miss: whether entries may refer to no row; they get zeros.
-        travels: whether any row may travel, see `rows_travel`.
-
-    Returns:
-        The gathered rows of each tensor: [e, ...].
-    """
-    rows_to_send = [b.index_select(0, sent) for b in shards] if travels else []
-    remote = exchange_rows(rows_to_send, asked, arriving, group_name, back=True) if travels else [b[:0] for b in shards]
-    padding = [[b.new_zeros([1, *b.shape[1:]])] if may_miss else [] for b in shards]
-    return [torch.cat([b, c, *z]).index_select(0, place) for b, c, z in zip(shards, remote, padding, strict=True)]
-
-
-def add_rows(
-    values: Sequence[Tensor],
-    asked: Tensor,
-    sent: Tensor,
-    place: Tensor,
-    shard: IntLike,
-    arriving: IntLike,
-    group_name: str,
-    *,
-    travels: bool = True,
-) -> list[Tensor]:
-    """Sums the values with the same index on the owner of the row, for several tensors by one exchange. Differentiable.
-
-    Args:
-        values: one value for each entry of the index, for each tensor: [e, ...].
-        asked: as in `LocalGatherPlan`.
-        sent: as in `LocalGatherPlan`.
-        place: as in `LocalGatherPlan`.
-        shard: local number of rows.
-        arriving: number of remote rows that the local entries refer to.
-        group_name: the process group.
-        travels: whether any row may travel, see `rows_travel`.
-
-    Returns:
-        The sums for the local rows of each tensor: [shard, ...].
-    """
-    if not travels:
-        return [v.new_zeros([shard, *v.shape[1:]]).index_add(0, place, v) for v in values]
-    sums = [v.new_zeros([shard + arriving, *v.shape[1:]]).index_add(0, place, v) for v in values]
-    remote = [s.narrow(0, shard, arriving) for s in sums]
-    returned = exchange_rows(remote, asked, sent.shape[0], group_name)
-    return [s.narrow(0, 0, shard).index_add(0, sent, h) for s, h in zip(sums, returned, strict=True)]
-
-
-def named_rows(sent: Tensor, place: Tensor, shard: IntLike, arriving: IntLike) -> Tensor:
-    """Returns which local rows the index of any rank refers to: [shard], bool. No communication.
-
-    Args:
-        sent: as in `LocalGatherPlan`.
-        place: as in `LocalGatherPlan`.
-        shard: local number of rows.
-        arriving: number of remote rows that the local entries refer to.
-    """
-    num_rows: Any = shard
-    used = torch.zeros([num_rows + arriving], dtype=torch.bool, device=place.device).scatter(0, place, True)
-    return used.narrow(0, 0, num_rows).scatter(0, sent, True)
-
-
-def reduce_rows(
-    rows: Tensor,
-    values: Tensor,
-    reduce: Reduction,
-    include_self: bool,
-    asked: Tensor,
-    sent: Tensor,
-    place: Tensor,
-    shard: IntLike,
-    arriving: IntLike,
-    group_name: str,
-) -> Tensor:
-    """Reduces values into the rows that their indices refer to, on the owners of the rows, by one exchange.
-
-    Args:
-        rows: the local rows: [shard, ...].
-        values: one value for each entry of the index: [e, ...].
-        reduce: the reduction.
-        include_self: whether the old value of a row takes part. Rows without values stay as they are.
-        asked: as in `LocalGatherPlan`.
-        sent: as in `LocalGatherPlan`.
-        place: as in `LocalGatherPlan`.
-        shard: local number of rows.
-        arriving: number of remote rows that the local entries refer to.
-        group_name: the process group.
-    """
-    num_rows: Any = shard
-    num_remote: Any = arriving
-    kind = "sum" if reduce == "mean" else reduce
-    terms = [(values, kind)]
-    if reduce == "mean":
-        terms.append((torch.ones_like(place), "sum"))
-    partial = [
-        _reduced(v.new_full([num_rows + num_remote, *v.shape[1:]], _neutral(k, v.dtype)), place, v, k) for v, k in terms
-    ]
-    returned = exchange_rows([o.narrow(0, num_rows, num_remote) for o in partial], asked, sent.shape[0], group_name)
-    pairs = zip(partial, returned, terms, strict=True)
-    reduced, *counts = [_reduced(o.narrow(0, 0, num_rows), sent, h, k) for o, h, (_, k) in pairs]
-    has_values = named_rows(sent, place, shard, arriving).view(_column(rows))
-    if include_self:
-        reduced = _COMBINE[kind](rows, reduced)
-    if counts:
-        reduced = reduced / (counts[0] + int(include_self)).view(_column(rows))
-    return torch.where(has_values, reduced, rows)
+define_op(
+    f"name_rows(Tensor index, SymInt size, {partition_schema()}, str group_name, bool wraps, bool may_miss) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _name_rows,
+    _fake_names,
+)
 
 
 def _column(rows: Tensor) -> list[int]:

@@ -17,7 +17,7 @@ from shardcompile.sharding import GroupPartition, IntLike
 
 
 class AllGatherV(NamedTuple):
-    """Arguments of `all_gather_v`.
+    """Arguments of `all_gather_v`, and of `place_shard`.
 
     Attributes:
         input: the local shard.

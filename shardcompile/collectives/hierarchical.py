@@ -65,7 +65,7 @@ class _Tables(NamedTuple):
 
 
 def plan_hierarchical_route(
-    asked: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], size: int, what: str
+    asked: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], size: int
 ) -> tuple[HierarchicalRoute, list[Partition]]:
     """Computes a route over two mesh dims. Collectives: two count tables, and the destination places of the copies.
 
@@ -74,7 +74,6 @@ def plan_hierarchical_route(
         mesh: the mesh.
         mesh_dims: the outer and the inner mesh dim.
         size: hint of the global number of rows.
-        what: the caller, for messages.
 
     Returns:
         The route, and the partitions over both mesh dims of `order`, `passing`, `onward`, and the arriving copies.
@@ -89,7 +88,7 @@ def plan_hierarchical_route(
     is_sent = (asked >= 0) & ~out_of_range
     node = torch.where(is_sent, asked // inner, outer)
     to_node = torch.where(_is_first(node), node, outer)  # a row goes once to each node
-    tables = _tables(asked, out_of_range, is_sent, to_node, (outer, inner), groups, what)
+    tables = _tables(asked, out_of_range, is_sent, to_node, (outer, inner), groups)
     # With uniform destinations, a row has no copy on a given node with probability (1 - 1 / outer) ** k.
     to_nodes = round(size * outer * (1 - (1 - 1 / outer) ** copies))
     hints = to_nodes, to_nodes, size * copies, size * copies
@@ -207,7 +206,6 @@ def _tables(
     to_node: Tensor,
     parts: tuple[int, int],
     groups: Sequence[str],
-    what: str,
 ) -> _Tables:
     """Gathers the count tables between nodes, then within, so that a rank receives only the entries that it needs."""
     outer, inner = parts
@@ -222,7 +220,7 @@ def _tables(
     local_tables = [rows_from(to_ranks, groups[0]), to_ranks.sum(0), between.sum(1), between.sum(0)]
     worst = error_code.amin()
     to_gather = torch.where(worst < 0, worst, torch.cat([h.flatten() for h in local_tables]))
-    wanted = f"{what}: destinations are ranks 0 to {ranks - 1} of the mesh dims, or -1 for rows that are dropped"
+    wanted = f"route_rows: destinations are ranks 0 to {ranks - 1} of the mesh dims, or -1 for rows that are dropped"
     gathered = gather_counts(to_gather.to(asked.device), groups[1], wanted)
     pairs, totals, leaving, passing = gathered.split([ranks, ranks, outer, outer], 1)
     pairs, totals = (t.view(inner, outer, inner) for t in (pairs, totals))

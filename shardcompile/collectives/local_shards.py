@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.gathers import AllGatherV
 from shardcompile.collectives.shards import shards_of, with_size
 from shardcompile.collectives.traffic import gathered, scattered
 from shardcompile.sharding import GroupPartition, IntLike
@@ -32,24 +33,6 @@ class TakeShard(NamedTuple):
     group_name: str
 
 
-class PlaceShard(NamedTuple):
-    """Arguments of `place_shard`.
-
-    Attributes:
-        input: the local shard.
-        dim: the sharded dim.
-        total: global size of the dim.
-        partition: the partition of the dim.
-        group_name: the process group.
-    """
-
-    input: Tensor
-    dim: int
-    total: IntLike
-    partition: GroupPartition
-    group_name: str
-
-
 def _take(a: TakeShard) -> Tensor:
     group = compat.process_group(a.group_name)
     shards = shards_of(a.input.shape[a.dim], a.dim, a.partition, group.size(), "take_shard")
@@ -57,7 +40,7 @@ def _take(a: TakeShard) -> Tensor:
     return own.clone(memory_format=torch.contiguous_format)
 
 
-def _place(a: PlaceShard) -> Tensor:
+def _place(a: AllGatherV) -> Tensor:
     group = compat.process_group(a.group_name)
     shards = shards_of(int(a.total), a.dim, a.partition, group.size(), "place_shard")
     out = a.input.new_zeros(with_size(a.input, a.dim, a.total))
@@ -66,11 +49,11 @@ def _place(a: PlaceShard) -> Tensor:
 
 
 def _take_adjoint(a: TakeShard, shape: torch.Size, grad: Tensor) -> Tensor:
-    back = PlaceShard(grad, a.dim, shape[a.dim], a.partition, a.group_name)
+    back = AllGatherV(grad, a.dim, shape[a.dim], a.partition, a.group_name)
     return PLACE_SHARD.call(back)  # type: ignore[no-any-return]
 
 
-def _place_adjoint(a: PlaceShard, shape: torch.Size, grad: Tensor) -> Tensor:
+def _place_adjoint(a: AllGatherV, shape: torch.Size, grad: Tensor) -> Tensor:
     back = TakeShard(grad, a.dim, shape[a.dim], a.partition, a.group_name)
     return TAKE_SHARD.call(back)  # type: ignore[no-any-return]
 
@@ -88,7 +71,7 @@ TAKE_SHARD = Descriptor(
 
 PLACE_SHARD = Descriptor(
     "place_shard",
-    PlaceShard,
+    AllGatherV,
     _place,
     fake=lambda a: a.input.new_empty(with_size(a.input, a.dim, a.total)),
     adjoint=_place_adjoint,

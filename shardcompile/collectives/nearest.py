@@ -20,11 +20,8 @@ from shardcompile.collectives.local_search import Found, parts, search, searchab
 from shardcompile.collectives.pending import wait
 from shardcompile.collectives.shards import check_shard, shards_of, sizes_of
 from shardcompile.collectives.traffic import even_gather
+from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import GroupPartition, IntLike, Partition
-
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-_LIBRARY.define("nearest_here(Tensor points, Tensor queries, int count, float reach) -> Tensor", tags=_TAGS)
 
 
 class Nearest(NamedTuple):
@@ -126,7 +123,8 @@ NEAREST = Descriptor(
     moves_rows=False,
 )
 
-_LIBRARY.impl("nearest_here", _nearest_here, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardcompile::nearest_here", lambda points, queries, count, reach: _fake(queries, count), lib=_LIBRARY
+define_op(
+    "nearest_here(Tensor points, Tensor queries, int count, float reach) -> Tensor",
+    _nearest_here,
+    lambda points, queries, count, reach: _fake(queries, count),
 )

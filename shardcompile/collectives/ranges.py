@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -181,13 +180,6 @@ def _stated(x: Tensor, dim: int, held: Sequence[Range], wanted: Sequence[Range])
     return dim, sizes_of(held), dim, ends_of(wanted), other_sizes(x, dim)
 
 
-def _adjoint(of: Callable[[], Descriptor[Ranges]]) -> Callable[[Ranges, torch.Size, Tensor], Tensor]:
-    def adjoint(a: Ranges, shape: torch.Size, grad: Tensor) -> Tensor:
-        return of().start(a._replace(input=grad, shard=shape[a.dim])).wait()
-
-    return adjoint
-
-
 def _inverse(a: Ranges, back: Ranges) -> Ranges | None:
     """Returns None where `reach` is set: windows may overlap, so that there is no inverse."""
     return None if a.reach else a._replace(input=back.input, shard=back.shard, src=a.dst, dst=a.src)
@@ -283,34 +275,34 @@ def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[
 JOINS: Joins[Any] = Joins("range_bucket", load=load, uneven=True)
 """How these collectives, and those of `shardcompile.collectives.halo_exchange`, take part in a bucket."""
 
-FETCH_RANGES: Descriptor[Ranges] = Descriptor(
-    "fetch_ranges",
-    Ranges,
-    lambda a: exchange_to_fetch(a).start(FETCH_RANGES, a.group_name),
-    sizes=lambda a: {a.dim: a.shard},
-    adjoint=_adjoint(lambda: RETURN_RANGES),
-    inverse=_inverse,
-    members=_fetch_members,
-    traffic=traffic,
-    whole=lambda a: size_with(a.input, a.dim, a.total),
-    source=lambda a: (a.total, a.src),
-    joins=JOINS,
-    states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-    states_global_bytes=True,
-    as_integers=True,
-)
 
-RETURN_RANGES: Descriptor[Ranges] = Descriptor(
-    "return_ranges",
-    Ranges,
-    lambda a: exchange_to_return(a).start(RETURN_RANGES, a.group_name),
-    sizes=lambda a: {a.dim: a.shard},
-    adjoint=_adjoint(lambda: FETCH_RANGES),
-    members=_return_members,
-    traffic=traffic,
-    whole=lambda a: size_with(a.input, a.dim, a.total),
-    source=lambda a: (a.total, a.src),
-    joins=JOINS,
-    states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-    states_global_bytes=True,
+def _describe(
+    kind: str,
+    exchange: Callable[[Ranges], Exchange],
+    adjoint: Callable[[], Descriptor[Ranges]],
+    members: Callable[[Ranges, int | None], list[Member]],
+    inverse: Callable[[Ranges, Ranges], Ranges | None] | None = None,
+) -> Descriptor[Ranges]:
+    descriptor: Descriptor[Ranges] = Descriptor(
+        kind,
+        Ranges,
+        lambda a: exchange(a).start(descriptor, a.group_name),
+        sizes=lambda a: {a.dim: a.shard},
+        adjoint=lambda a, shape, grad: adjoint().start(a._replace(input=grad, shard=shape[a.dim])).wait(),
+        inverse=inverse,
+        members=members,
+        traffic=traffic,
+        whole=lambda a: size_with(a.input, a.dim, a.total),
+        source=lambda a: (a.total, a.src),
+        joins=JOINS,
+        states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
+        states_global_bytes=True,
+        as_integers=exchange is exchange_to_fetch,  # a return adds
+    )
+    return descriptor
+
+
+FETCH_RANGES = _describe("fetch_ranges", exchange_to_fetch, lambda: RETURN_RANGES, _fetch_members, _inverse)
+RETURN_RANGES: Descriptor[Ranges] = _describe(
+    "return_ranges", exchange_to_return, lambda: FETCH_RANGES, _return_members
 )

@@ -207,36 +207,26 @@ def _traffic(nbytes: int, own: GroupShards | None, fetched: GroupShards | None, 
     return Traffic(nbytes * max(fetched.sizes) / rows, nbytes * sum(fetched.sizes) / rows)
 
 
-def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
-    return _traffic(sum(m.nbytes for m in members), members[0].put, members[0].get, n)
+def _describe(kind: str, *, back: bool) -> Descriptor[RingStep]:
+    def traffic(members: Sequence[Member], n: int) -> Traffic:
+        first = members[0]
+        own, fetched = (first.get, first.put) if back else (first.put, first.get)
+        return _traffic(sum(m.nbytes for m in members), own, fetched, n)
+
+    descriptor: Descriptor[RingStep] = Descriptor(
+        kind,
+        RingStep,
+        lambda a: _step(a, descriptor, back=back),
+        fake=_fake,
+        members=lambda a, n: _members(a, n, back=back),
+        traffic=traffic,
+        whole=_whole,
+        source=lambda a: (a.total, a.partition),
+        states=("by", "shard sizes", "other sizes"),
+        states_global_bytes=True,
+    )
+    return descriptor
 
 
-def _return_traffic(members: Sequence[Member], n: int) -> Traffic:
-    return _traffic(sum(m.nbytes for m in members), members[0].get, members[0].put, n)
-
-
-FETCH_SHARD: Descriptor[RingStep] = Descriptor(
-    "fetch_shard",
-    RingStep,
-    lambda a: _step(a, FETCH_SHARD, back=False),
-    fake=_fake,
-    members=lambda a, n: _members(a, n, back=False),
-    traffic=_fetch_traffic,
-    whole=_whole,
-    source=lambda a: (a.total, a.partition),
-    states=("by", "shard sizes", "other sizes"),
-    states_global_bytes=True,
-)
-
-RETURN_SHARD: Descriptor[RingStep] = Descriptor(
-    "return_shard",
-    RingStep,
-    lambda a: _step(a, RETURN_SHARD, back=True),
-    fake=_fake,
-    members=lambda a, n: _members(a, n, back=True),
-    traffic=_return_traffic,
-    whole=_whole,
-    source=lambda a: (a.total, a.partition),
-    states=("by", "shard sizes", "other sizes"),
-    states_global_bytes=True,
-)
+FETCH_SHARD = _describe("fetch_shard", back=False)
+RETURN_SHARD = _describe("return_shard", back=True)

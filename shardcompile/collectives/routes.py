@@ -33,6 +33,7 @@ from shardcompile.collectives.traffic import (
     is_number,
     of_any_rows,
 )
+from shardcompile.compat.own_ops import define_op
 from shardcompile.diagnosis import Call, enter
 from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
 from shardcompile.sharding import GroupPartition, IntLike, Partition, digest_of, write_partition
@@ -44,15 +45,6 @@ _OUT_OF_RANGE = -(2**62)
 """Added to an out-of-range index, and sent in place of each count of a rank that has one."""
 _FAR = 2**61
 """Out-of-range indices are clamped to this magnitude."""
-
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-for _schema in (
-    "rows_from(Tensor counts, str group_name) -> Tensor",
-    f"shard_starts(SymInt total, {partition_schema()}, str group_name) -> Tensor",
-    "partition_of_sizes(Tensor sizes, int[] parts, SymInt size, SymInt shard, str group_names) -> Tensor",
-):
-    _LIBRARY.define(_schema, tags=_TAGS)
 
 _ops = torch.ops.shardcompile
 
@@ -437,15 +429,14 @@ EXCHANGE_ROWS = Descriptor(
     returns="Tensor[]",
 )
 
-_LIBRARY.impl("rows_from", _rows_from, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardcompile::rows_from",
+define_op(
+    "rows_from(Tensor counts, str group_name) -> Tensor",
+    _rows_from,
     lambda counts, _: counts.new_empty([counts.shape[0], *counts.shape[2:]]),
-    lib=_LIBRARY,
 )
-_LIBRARY.impl("shard_starts", _shard_starts, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::shard_starts", _fake_starts, lib=_LIBRARY)
-_LIBRARY.impl("partition_of_sizes", _partition_of_sizes, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardcompile::partition_of_sizes", lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"), lib=_LIBRARY
+define_op(f"shard_starts(SymInt total, {partition_schema()}, str group_name) -> Tensor", _shard_starts, _fake_starts)
+define_op(
+    "partition_of_sizes(Tensor sizes, int[] parts, SymInt size, SymInt shard, str group_names) -> Tensor",
+    _partition_of_sizes,
+    lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"),
 )

@@ -14,13 +14,8 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.routes import exchange_rows
+from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import IntLike
-
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define(
-    "order_segments(Tensor parts, Tensor like, SymInt shard, str group_name) -> (Tensor, Tensor)",
-    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout],
-)
 
 
 class SegmentOrder(NamedTuple):
@@ -88,5 +83,8 @@ def _fake_order(parts: Tensor, like: Tensor, shard: IntLike, group_name: str) ->
     return parts.new_empty([ranks, ranks]), like.new_empty([shard], dtype=torch.int64)
 
 
-_LIBRARY.impl("order_segments", _order_segments, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::order_segments", _fake_order, lib=_LIBRARY)
+define_op(
+    "order_segments(Tensor parts, Tensor like, SymInt shard, str group_name) -> (Tensor, Tensor)",
+    _order_segments,
+    _fake_order,
+)

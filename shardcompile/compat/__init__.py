@@ -7,230 +7,110 @@ exist in the installed version, so that an upgrade breaks in one folder with one
 
 from __future__ import annotations
 
-from torch._guards import detect_fake_mode  # 2.11 - 2.15
-from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
-from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake  # 2.11 - 2.15
+from torch._guards import detect_fake_mode as detect_fake_mode  # 2.11 - 2.15
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 - 2.15
+from torch._ops import OpOverload as OpOverload  # 2.11 - 2.15
+from torch._ops import OpOverloadPacket as OpOverloadPacket  # 2.11 - 2.15
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11 - 2.15
+from torch._subclasses.fake_tensor import is_fake as is_fake  # 2.11 - 2.15
 
-from shardcompile.compat.backward_inputs import saved_for_backward
-from shardcompile.compat.compiling import make_decisions_rank_invariant, trace_size_obliviously
-from shardcompile.compat.dynamo import (
-    has_guarded_address,
-    keep_from_dynamo,
-    keep_protocol_from_dynamo,
-    make_known_to_einops,
-    mark_static,
-    mark_weakly_dynamic,
-)
-from shardcompile.compat.groups import (
-    abort,
-    coordinate,
-    count_as_collective,
-    current_mesh,
-    group_name_of,
-    let_comm_debug_mode_see_through,
-    mesh_itself,
-    process_group,
-    register_work,
-    store,
-)
-from shardcompile.compat.inductor import (
-    compile_with_inductor,
-    inductor_has,
-    load_inductor,
-    lower_when_traced,
-    preserve_node_ordering,
-)
-from shardcompile.compat.memory import (
-    NO_MEMORY,
-    exchange_tensors,
-    flatten_together,
-    follow_view,
-    forbid_writes_with_gradients,
-    give_storage,
-    refuse_pointer,
-    share_storage,
-    shares_storage,
-    torch_compares_memory,
-    without_base,
-)
-from shardcompile.compat.nodes import last_repetition
-from shardcompile.compat.replacements import without_guards
-from shardcompile.compat.sizes import (
-    divides,
-    expression_of,
-    guard_equal,
-    guard_or_false,
-    has_no_hint,
-    is_one,
-    is_specialised,
-    is_unbacked,
-    quotient,
-    size_hint,
-    specialise,
-    statically_known_true,
-    suggest_hint,
-    was_specialised,
-)
-from shardcompile.compat.symbols import (
-    from_first_symbols,
-    global_sizes,
-    inputs_noted,
-    keep_first_proxies,
-    keep_own_node,
-    keep_symbol,
-    note_input,
-    once_in_trace,
-    retrace,
-    unrecorded_symbols,
-)
-from shardcompile.compat.torch_ops import (
-    decomposition_by_torch,
-    decomposition_of,
-    factory_arguments,
-    functional_variant,
-    is_written,
-    kernel_of,
-    written_by_results,
-)
-from shardcompile.compat.tracing import (
-    UNKNOWN_OUTPUT_SHAPE,
-    UNKNOWN_SIZE,
-    annotate_nodes,
-    below_autograd,
-    dispatch_is_off,
-    fake_mode_like,
-    imbalance_of,
-    in_backward_pass,
-    in_mode_of,
-    is_compiling,
-    is_fake_outside_traces,
-    is_traced,
-    is_transforming,
-    memo_of,
-    note_imbalance,
-    outside_trace,
-    outside_transforms,
-    refuse_unknown_shapes,
-    with_dispatch,
-)
-from shardcompile.compat.values import (
-    DEAD_EXCHANGE,
-    WeakIdKeyDictionary,
-    is_new_zeros,
-    made_for_value,
-    mark_dead,
-    note_local,
-    once_for_tensor,
-    once_for_value,
-)
-from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
-
-__all__ = [
-    "DEAD_EXCHANGE",
-    "NO_MEMORY",
-    "UNKNOWN_OUTPUT_SHAPE",
-    "UNKNOWN_SIZE",
-    "CustomGraphPass",
-    "FakeTensorMode",
-    "OpOverload",
-    "OpOverloadPacket",
-    "WeakIdKeyDictionary",
-    "abort",
-    "add_guard",
-    "annotate_nodes",
-    "below_autograd",
-    "compile_with_inductor",
-    "coordinate",
-    "count_as_collective",
-    "current_mesh",
-    "decomposition_by_torch",
-    "decomposition_of",
-    "detect_fake_mode",
-    "dispatch_is_off",
-    "divides",
-    "exchange_tensors",
-    "expression_of",
-    "factory_arguments",
-    "fake_mode_like",
-    "flatten_together",
-    "follow_view",
-    "forbid_writes_with_gradients",
-    "forget_with_world",
-    "from_first_symbols",
-    "functional_variant",
-    "give_storage",
-    "global_sizes",
-    "group_name_of",
-    "guard_equal",
-    "guard_or_false",
-    "has_guarded_address",
-    "has_no_hint",
-    "imbalance_of",
-    "in_backward_pass",
-    "in_mode_of",
-    "inductor_has",
-    "inputs_noted",
-    "is_compiling",
-    "is_fake",
-    "is_fake_outside_traces",
-    "is_new_zeros",
-    "is_one",
-    "is_specialised",
-    "is_traced",
-    "is_transforming",
-    "is_unbacked",
-    "is_written",
-    "keep_first_proxies",
-    "keep_from_dynamo",
-    "keep_own_node",
-    "keep_protocol_from_dynamo",
-    "keep_symbol",
-    "kernel_of",
-    "last_repetition",
-    "let_comm_debug_mode_see_through",
-    "load_inductor",
-    "lower_when_traced",
-    "made_for_value",
-    "make_decisions_rank_invariant",
-    "make_known_to_einops",
-    "mark_dead",
-    "mark_static",
-    "mark_weakly_dynamic",
-    "memo_of",
-    "mesh_itself",
-    "note_imbalance",
-    "note_input",
-    "note_local",
-    "note_trace",
-    "once_for_tensor",
-    "once_for_value",
-    "once_in_trace",
-    "outside_trace",
-    "outside_transforms",
-    "preserve_node_ordering",
-    "process_group",
-    "quotient",
-    "refuse_pointer",
-    "refuse_unknown_shapes",
-    "register_work",
-    "retrace",
-    "saved_for_backward",
-    "share_storage",
-    "shares_storage",
-    "size_hint",
-    "specialise",
-    "start_epoch",
-    "statically_known_true",
-    "store",
-    "suggest_hint",
-    "torch_compares_memory",
-    "trace_size_obliviously",
-    "unrecorded_symbols",
-    "was_specialised",
-    "with_dispatch",
-    "without_base",
-    "without_guards",
-    "world_epoch",
-    "written_by_results",
-]
+from shardcompile.compat.backward_inputs import saved_for_backward as saved_for_backward
+from shardcompile.compat.compiling import make_decisions_rank_invariant as make_decisions_rank_invariant
+from shardcompile.compat.compiling import trace_size_obliviously as trace_size_obliviously
+from shardcompile.compat.dynamo import has_guarded_address as has_guarded_address
+from shardcompile.compat.dynamo import keep_from_dynamo as keep_from_dynamo
+from shardcompile.compat.dynamo import keep_protocol_from_dynamo as keep_protocol_from_dynamo
+from shardcompile.compat.dynamo import make_known_to_einops as make_known_to_einops
+from shardcompile.compat.dynamo import mark_static as mark_static
+from shardcompile.compat.dynamo import mark_weakly_dynamic as mark_weakly_dynamic
+from shardcompile.compat.groups import abort as abort
+from shardcompile.compat.groups import coordinate as coordinate
+from shardcompile.compat.groups import count_as_collective as count_as_collective
+from shardcompile.compat.groups import current_mesh as current_mesh
+from shardcompile.compat.groups import group_name_of as group_name_of
+from shardcompile.compat.groups import let_comm_debug_mode_see_through as let_comm_debug_mode_see_through
+from shardcompile.compat.groups import mesh_itself as mesh_itself
+from shardcompile.compat.groups import process_group as process_group
+from shardcompile.compat.groups import register_work as register_work
+from shardcompile.compat.groups import store as store
+from shardcompile.compat.inductor import compile_with_inductor as compile_with_inductor
+from shardcompile.compat.inductor import inductor_has as inductor_has
+from shardcompile.compat.inductor import load_inductor as load_inductor
+from shardcompile.compat.inductor import lower_when_traced as lower_when_traced
+from shardcompile.compat.inductor import preserve_node_ordering as preserve_node_ordering
+from shardcompile.compat.memory import NO_MEMORY as NO_MEMORY
+from shardcompile.compat.memory import exchange_tensors as exchange_tensors
+from shardcompile.compat.memory import flatten_together as flatten_together
+from shardcompile.compat.memory import follow_view as follow_view
+from shardcompile.compat.memory import forbid_writes_with_gradients as forbid_writes_with_gradients
+from shardcompile.compat.memory import give_storage as give_storage
+from shardcompile.compat.memory import refuse_pointer as refuse_pointer
+from shardcompile.compat.memory import share_storage as share_storage
+from shardcompile.compat.memory import shares_storage as shares_storage
+from shardcompile.compat.memory import torch_compares_memory as torch_compares_memory
+from shardcompile.compat.memory import without_base as without_base
+from shardcompile.compat.nodes import last_repetition as last_repetition
+from shardcompile.compat.replacements import without_guards as without_guards
+from shardcompile.compat.sizes import divides as divides
+from shardcompile.compat.sizes import expression_of as expression_of
+from shardcompile.compat.sizes import guard_equal as guard_equal
+from shardcompile.compat.sizes import guard_or_false as guard_or_false
+from shardcompile.compat.sizes import has_no_hint as has_no_hint
+from shardcompile.compat.sizes import is_one as is_one
+from shardcompile.compat.sizes import is_specialised as is_specialised
+from shardcompile.compat.sizes import is_unbacked as is_unbacked
+from shardcompile.compat.sizes import quotient as quotient
+from shardcompile.compat.sizes import size_hint as size_hint
+from shardcompile.compat.sizes import specialise as specialise
+from shardcompile.compat.sizes import statically_known_true as statically_known_true
+from shardcompile.compat.sizes import suggest_hint as suggest_hint
+from shardcompile.compat.sizes import was_specialised as was_specialised
+from shardcompile.compat.symbols import from_first_symbols as from_first_symbols
+from shardcompile.compat.symbols import global_sizes as global_sizes
+from shardcompile.compat.symbols import inputs_noted as inputs_noted
+from shardcompile.compat.symbols import keep_first_proxies as keep_first_proxies
+from shardcompile.compat.symbols import keep_own_node as keep_own_node
+from shardcompile.compat.symbols import keep_symbol as keep_symbol
+from shardcompile.compat.symbols import note_input as note_input
+from shardcompile.compat.symbols import once_in_trace as once_in_trace
+from shardcompile.compat.symbols import retrace as retrace
+from shardcompile.compat.symbols import unrecorded_symbols as unrecorded_symbols
+from shardcompile.compat.torch_ops import decomposition_by_torch as decomposition_by_torch
+from shardcompile.compat.torch_ops import decomposition_of as decomposition_of
+from shardcompile.compat.torch_ops import factory_arguments as factory_arguments
+from shardcompile.compat.torch_ops import functional_variant as functional_variant
+from shardcompile.compat.torch_ops import is_written as is_written
+from shardcompile.compat.torch_ops import kernel_of as kernel_of
+from shardcompile.compat.torch_ops import written_by_results as written_by_results
+from shardcompile.compat.tracing import UNKNOWN_OUTPUT_SHAPE as UNKNOWN_OUTPUT_SHAPE
+from shardcompile.compat.tracing import UNKNOWN_SIZE as UNKNOWN_SIZE
+from shardcompile.compat.tracing import annotate_nodes as annotate_nodes
+from shardcompile.compat.tracing import below_autograd as below_autograd
+from shardcompile.compat.tracing import dispatch_is_off as dispatch_is_off
+from shardcompile.compat.tracing import fake_mode_like as fake_mode_like
+from shardcompile.compat.tracing import imbalance_of as imbalance_of
+from shardcompile.compat.tracing import in_backward_pass as in_backward_pass
+from shardcompile.compat.tracing import in_mode_of as in_mode_of
+from shardcompile.compat.tracing import is_compiling as is_compiling
+from shardcompile.compat.tracing import is_fake_outside_traces as is_fake_outside_traces
+from shardcompile.compat.tracing import is_traced as is_traced
+from shardcompile.compat.tracing import is_transforming as is_transforming
+from shardcompile.compat.tracing import memo_of as memo_of
+from shardcompile.compat.tracing import note_imbalance as note_imbalance
+from shardcompile.compat.tracing import outside_trace as outside_trace
+from shardcompile.compat.tracing import outside_transforms as outside_transforms
+from shardcompile.compat.tracing import refuse_unknown_shapes as refuse_unknown_shapes
+from shardcompile.compat.tracing import with_dispatch as with_dispatch
+from shardcompile.compat.values import DEAD_EXCHANGE as DEAD_EXCHANGE
+from shardcompile.compat.values import WeakIdKeyDictionary as WeakIdKeyDictionary
+from shardcompile.compat.values import is_new_zeros as is_new_zeros
+from shardcompile.compat.values import made_for_value as made_for_value
+from shardcompile.compat.values import mark_dead as mark_dead
+from shardcompile.compat.values import note_local as note_local
+from shardcompile.compat.values import once_for_tensor as once_for_tensor
+from shardcompile.compat.values import once_for_value as once_for_value
+from shardcompile.compat.worlds import add_guard as add_guard
+from shardcompile.compat.worlds import forget_with_world as forget_with_world
+from shardcompile.compat.worlds import note_trace as note_trace
+from shardcompile.compat.worlds import start_epoch as start_epoch
+from shardcompile.compat.worlds import world_epoch as world_epoch

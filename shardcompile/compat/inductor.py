@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 VolatileReads = Callable[["_WaitKernel"], "Sequence[IRNode]"]
 
 
-def lower_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., object]:
-    """A fake kernel of a collective that registers the op with Inductor when a trace first meets the op.
+def lower_when_traced(op: Callable[[], torch._ops.OpOverload], fake: Callable[..., object]) -> Callable[..., object]:
+    """A fake kernel of a collective that registers the op, which need not exist yet, with Inductor at its first trace.
 
     The import of Inductor's lowerings takes more than a second. Eager programs do not need them.
     """
 
     def traced(*args: object) -> object:
-        _lower_as_collective(op)
+        _lower_as_collective(op())
         for patch in OF_COLLECTIVES:
             put_in_once(patch)
         return fake(*args)

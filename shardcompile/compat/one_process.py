@@ -35,21 +35,6 @@ from shardcompile import compat, config
 from shardcompile.compat.threads import be_rank, rank_of_thread
 from shardcompile.compat.worlds import add_condition
 
-__all__ = [
-    "RankState",
-    "count_repeated_graphs",
-    "enter_rank",
-    "forget_graphs",
-    "here",
-    "in_rank_threads",
-    "note_rank_read",
-    "recompile_limit",
-    "restore_rank_globals",
-    "save_rank_globals",
-    "settings_of_ranks",
-    "use_store",
-]
-
 
 class _World(threading.local):
     """A thread's process groups: the attributes of torch's own `_World` (2.11 - 2.15)."""

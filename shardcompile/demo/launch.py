@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
+import pickle
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from shardcompile.collectives.transport import device_type, gpus
 
@@ -27,23 +25,6 @@ Work = Callable[[Any], Any]
 
 class RankFailedError(RuntimeError):
     """A rank raised an exception, or died."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The message to a rank."""
-
-    rank: int
-    ranks: int
-    backend: str
-    store_port: int
-    work: Work
-    argument: Any
-
-
-@dataclass(frozen=True)
-class _Failure:
-    traceback: str
 
 
 def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
@@ -62,23 +43,29 @@ def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
     """
     # This process hosts the store, so that its port is known before a rank starts.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    jobs = [_Job(rank, ranks, backend, store.port, work, argument) for rank in range(ranks)]
-    processes: list[SpawnProcess] = []
+    with _settings_of_ranks(ranks):
+        arguments = (ranks, backend, store.port, work, argument)
+        context = start_processes(_rank_main, arguments, ranks, join=False, start_method="spawn")
     try:
-        with _settings_of_ranks(ranks):
-            started = [_start(job, processes) for job in jobs]
-        results = _collect(started, processes)
-        for process in processes:
-            process.join()
-        return results
+        while not context.join():
+            pass
+    except ProcessRaisedException as error:
+        raise RankFailedError(f"rank {error.error_index} failed\n{error}") from None
+    except ProcessExitedException as error:
+        raise RankFailedError(f"rank {error.error_index} died, exit code {error.exit_code}") from None
     finally:
-        for process in processes:
+        for process in context.processes:
             process.kill()
+    return [pickle.loads(store.get(_result_key(rank))) for rank in range(ranks)]
+
+
+def _result_key(rank: int) -> str:
+    return f"result of rank {rank}"
 
 
 @contextlib.contextmanager
 def _settings_of_ranks(ranks: int) -> Iterator[None]:
-    """Sets the environment and the signals that processes started inside the context inherit."""
+    """Sets the environment that processes started inside the context inherit."""
     ours = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         # The C++ kernels of a graph compile in parallel, in threads. No pool of compile processes starts in advance.
@@ -88,62 +75,25 @@ def _settings_of_ranks(ranks: int) -> Iterator[None]:
     }
     added = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(added)
-    # Ctrl-C reaches every process of the terminal. The ranks ignore it, and this process ends them.
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, interrupt)
         for name in added:
             del os.environ[name]
 
 
-def _start(job: _Job, processes: list[SpawnProcess]) -> Connection[object, object]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(job, theirs), name=f"rank {job.rank}")
-    process.start()
-    processes.append(process)
-    theirs.close()
-    return ours
-
-
-def _collect(connections: Sequence[Connection[object, object]], processes: Sequence[SpawnProcess]) -> list[object]:
-    """Waits for the results of all ranks, or for the first failure, and returns them in the order of the ranks."""
-    results: dict[int, Any] = {}
-    while len(results) < len(connections):
-        ready = wait([c for rank, c in enumerate(connections) if rank not in results])
-        for rank in (rank for rank, c in enumerate(connections) if c in ready):
-            results[rank] = _receive(rank, connections[rank], processes[rank])
-    return [results[rank] for rank in range(len(connections))]
-
-
-def _receive(rank: int, connection: Connection[object, object], process: SpawnProcess) -> object:
-    try:
-        result = connection.recv()
-    except EOFError:
-        process.join()
-        raise RankFailedError(f"rank {rank} died, exit code {process.exitcode}") from None
-    if isinstance(result, _Failure):
-        raise RankFailedError(f"rank {rank} failed\n{result.traceback}")
-    return result
-
-
-# ------------------------------------------------------------------------------------- in a rank's process
-
-
-def _rank_main(job: _Job, connection: Connection[object, object]) -> NoReturn:
+def _rank_main(rank: int, ranks: int, backend: str, port: int, work: Work, argument: object) -> NoReturn:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        _join(job)
-        result = job.work(job.argument)
-        if device_type(job.backend) == "cuda":
-            torch.cuda.synchronize()
-        connection.send(result)
-        dist.barrier()
-    except BaseException:
-        connection.send(_Failure(traceback.format_exc()))
-        os._exit(1)
+    on_gpu = device_type(backend) == "cuda"
+    if on_gpu:
+        gpus.take(rank, ranks)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    result = work(argument)
+    if on_gpu:
+        torch.cuda.synchronize()
+    store.set(_result_key(rank), pickle.dumps(result))  # type: ignore[arg-type]  # torch declares str, and takes bytes
+    dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # the interpreter's exit would destroy the gloo group, which sometimes aborts
 
@@ -153,10 +103,3 @@ def _end_with_parent() -> None:
     assert parent is not None, "ranks are started by `launch`"
     wait([parent.sentinel])
     os._exit(1)
-
-
-def _join(job: _Job) -> None:
-    if device_type(job.backend) == "cuda":
-        gpus.take(job.rank, job.ranks)
-    store = TCPStore("127.0.0.1", job.store_port, is_master=False)
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks)

@@ -116,6 +116,12 @@ class Trained:
     points: list[int]
     single: Single | None
 
+    @property
+    def in_one_process(self) -> Single:
+        """The outcome of training in one process, if this is rank 0."""
+        assert self.single is not None, "rank 0 trains in one process too"
+        return self.single
+
 
 @dataclass(frozen=True)
 class RankResult:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardcompile.inspect.text import columns
+
 from .poisson import Sample
+from .ranks import RankResult, Settings, Trained
+from .traffic import lower_bound
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,64 +48,11 @@ class Check:
         return cls(name, f"{difference:.1e}", f"at most {limit:.0e}", difference <= limit)
 
 
-@dataclass(frozen=True)
-class Communication:
-    """The communication of one step.
-
-    Attributes:
-        collectives: the number of collectives of a rank, forward and backward.
-        nbytes: the bytes that all ranks send together.
-    """
-
-    collectives: int
-    nbytes: float
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The measurements of a demo run; None if something was not measured.
-
-    Attributes:
-        ranks: the number of processes that the points were sharded over.
-        setting: backend, precision and compiler, as text.
-        steps: the number of training steps.
-        fewest_points: the number of points in the smallest sample.
-        most_points: the number of points in the largest sample.
-        loss_window: the number of steps that a loss is averaged over.
-        losses: the losses at the start and at the end.
-        single_losses: the losses of single-process training.
-        new_sample_error: relative error of the prediction for a sample that was not trained on.
-        checks: the results of the checks.
-        sharded: the communication of the sharded step, compiled.
-        eager: the communication of the sharded step in eager mode.
-        handwritten: the communication of the hand-written step.
-        bytes_lower_bound: a lower bound on the bytes that all ranks together send in a step.
-        compiled_ms: the time of one sharded step, compiled, in milliseconds.
-        eager_ms: the time of one sharded step in eager mode.
-        handwritten_ms: the time of one hand-written step, compiled.
-    """
-
-    ranks: int
-    setting: str
-    steps: int
-    fewest_points: int
-    most_points: int
-    loss_window: int
-    losses: tuple[float, float]
-    single_losses: tuple[float, float]
-    new_sample_error: float
-    checks: Sequence[Check]
-    sharded: Communication
-    eager: Communication
-    handwritten: Communication
-    bytes_lower_bound: int
-    compiled_ms: float | None = None
-    eager_ms: float | None = None
-    handwritten_ms: float | None = None
-
-
 Row = tuple[str, str, str]
 """A label, a value and a remark."""
+
+Section = tuple[str, Sequence[Row], str]
+"""A title, rows and a note."""
 
 _COMMUNICATION = """\
 The lower bound: whatever the algorithm, to add up n bytes of which every rank has a share, and to
@@ -114,54 +65,69 @@ Medians of forward and backward passes, slowest rank, taken in turns in one run 
 not trained on. The ratios are noisy, most of all where ranks share cores."""
 
 
-def text_report(figures: Figures) -> str:
-    """Returns the report as aligned columns: label, value, and what the value compares to."""
-    sections = [
-        ("Run", _run_rows(figures), ""),
-        ("Learning", _learning_rows(figures), ""),
-        ("Checks", _check_rows(figures), ""),
-        ("Communication in one step, all ranks", _communication_rows(figures), _COMMUNICATION),
+def text_report(settings: Settings, results: Sequence[RankResult], checks: Sequence[Check]) -> str:
+    """Returns the report as aligned columns: label, value, and what the value compares to.
+
+    Args:
+        settings: the settings of the run.
+        results: the results of all ranks.
+        checks: the results of the checks.
+    """
+    sections: list[Section] = [
+        ("Run", _run_rows(settings, results[0].trained), ""),
+        ("Learning", _learning_rows(settings, results[0]), ""),
+        ("Checks", [(c.name, c.found, f"{'ok' if c.passed else 'FAILED'}, {c.wanted}") for c in checks], ""),
+        ("Communication in one step, all ranks", _communication_rows(settings, results), _COMMUNICATION),
     ]
-    if figures.compiled_ms is not None:
-        sections.append(("Time of one step", _time_rows(figures, figures.compiled_ms), _TIME))
+    if settings.compare:
+        sections.append(("Time of one step", _time_rows(results), _TIME))
     rows = [row for _, section, _ in sections for row in section]
-    label, value = (max(len(row[i]) for row in rows) for i in (0, 1))
+    aligned = columns(rows, left=(0, 2))
     lines = []
     for title, section, note in sections:
-        lines += [title] + [f"  {a:<{label}}  {b:>{value}}  {c}".rstrip() for a, b, c in section]
-        lines += [f"  {line}" for line in note.splitlines()] + [""]
+        lines += [title, *(f"  {next(aligned)}" for _ in section), *(f"  {line}" for line in note.splitlines()), ""]
     return "\n".join(lines)
 
 
-def _run_rows(figures: Figures) -> list[Row]:
+def _run_rows(settings: Settings, trained: Trained) -> list[Row]:
+    dtype = "float64" if settings.double else "float32"
     return [
-        ("ranks", str(figures.ranks), figures.setting),
-        ("steps", str(figures.steps), "each on another sample and in another uneven partition"),
-        ("points per sample", f"{figures.fewest_points} to {figures.most_points}", ""),
+        ("ranks", str(settings.ranks), f"{settings.backend}, {dtype}, {settings.compiler}"),
+        ("steps", str(settings.steps), "each on another sample and in another uneven partition"),
+        ("points per sample", f"{min(trained.points)} to {max(trained.points)}", ""),
     ]
 
 
-def _learning_rows(figures: Figures) -> list[Row]:
-    (first, last), single = figures.losses, figures.single_losses
+def _learning_rows(settings: Settings, result: RankResult) -> list[Row]:
+    trained, target = result.trained, settings.batch(settings.steps).sample.target
+    window = max(1, settings.steps // 10)
+    first, last = _first_and_last(trained.losses, window)
+    single_first, single_last = _first_and_last(trained.in_one_process.losses, window)
     fall = first / last if last else float("inf")
-    mean = f"mean of {figures.loss_window} steps"
+    error = np.linalg.norm(result.prediction - target) / np.linalg.norm(target)
+    mean = f"mean of {window} steps"
     return [
-        ("loss at the start", f"{first:.4f}", f"{mean}; one process {single[0]:.4f}"),
-        ("loss at the end", f"{last:.4f}", f"{mean}; one process {single[1]:.4f}; {fall:.1f} times lower"),
-        ("error on a new sample", f"{figures.new_sample_error:.4f}", "relative, in the mean square; see the picture"),
+        ("loss at the start", f"{first:.4f}", f"{mean}; one process {single_first:.4f}"),
+        ("loss at the end", f"{last:.4f}", f"{mean}; one process {single_last:.4f}; {fall:.1f} times lower"),
+        ("error on a new sample", f"{error:.4f}", "relative, in the mean square; see the picture"),
     ]
 
 
-def _check_rows(figures: Figures) -> list[Row]:
-    return [(c.name, c.found, f"{'ok' if c.passed else 'FAILED'}, {c.wanted}") for c in figures.checks]
+def _first_and_last(losses: Sequence[float], window: int) -> tuple[float, float]:
+    return float(np.mean(losses[:window])), float(np.mean(losses[-window:]))
 
 
-def _communication_rows(figures: Figures) -> list[Row]:
-    variants = {"sharded": figures.sharded, "sharded, eager": figures.eager, "written by hand": figures.handwritten}
-    bound = figures.bytes_lower_bound
+def _communication_rows(settings: Settings, results: Sequence[RankResult]) -> list[Row]:
+    variants = {"sharded": "compiled", "sharded, eager": "eager", "written by hand": "handwritten"}
+    traffic = {name: [result.traffic[variant] for result in results] for name, variant in variants.items()}
+    nbytes = {name: sum(t.sent for t in of_ranks) for name, of_ranks in traffic.items()}
+    bound = lower_bound(settings.net(), settings.ranks)
     return [
-        *((f"collectives, {name}", str(c.collectives), "") for name, c in variants.items()),
-        *((f"bytes, {name}", _size(c.nbytes), _ratio(c.nbytes, bound)) for name, c in variants.items()),
+        *((f"collectives, {name}", str(of_ranks[0].collectives), "") for name, of_ranks in traffic.items()),
+        *(
+            (f"bytes, {name}", _size(n), f"{n / bound:.3f} times the lower bound" if bound else "")
+            for name, n in nbytes.items()
+        ),
         ("bytes, lower bound", _size(bound), ""),
     ]
 
@@ -170,13 +136,13 @@ def _ratio(nbytes: float, bound: int) -> str:
     return f"{nbytes / bound:.3f} times the lower bound" if bound else ""
 
 
-def _time_rows(figures: Figures, compiled_ms: float) -> list[Row]:
-    baselines = [("sharded, eager", figures.eager_ms), ("written by hand, compiled", figures.handwritten_ms)]
-    rows = [("sharded, compiled", f"{compiled_ms:.1f} ms", "")]
-    for name, milliseconds in baselines:
-        if milliseconds is not None:
-            rows.append((name, f"{milliseconds:.1f} ms", f"{milliseconds / compiled_ms:.2f} times sharded, compiled"))
-    return rows
+def _time_rows(results: Sequence[RankResult]) -> list[Row]:
+    compiled, eager, by_hand = (
+        max(result.times[variant] for result in results) for variant in ("compiled", "eager", "handwritten")
+    )
+    baselines = [("sharded, eager", eager), ("written by hand, compiled", by_hand)]
+    rows = [(name, f"{ms:.1f} ms", f"{ms / compiled:.2f} times sharded, compiled") for name, ms in baselines]
+    return [("sharded, compiled", f"{compiled:.1f} ms", ""), *rows]
 
 
 def _size(nbytes: float) -> str:

@@ -10,8 +10,7 @@ import torch
 from .launch import launch
 from .poisson import owners
 from .ranks import RankResult, Settings, run_rank
-from .report import Check, Communication, Figures, picture, text_report
-from .traffic import lower_bound
+from .report import Check, picture, text_report
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """How far losses and gradients (relative) and parameters (absolute) may be from those of one process.
@@ -31,41 +30,14 @@ def run_demo(settings: Settings) -> bool:
     print(f"{settings.ranks} ranks over {settings.backend}, {settings.steps} training steps", flush=True)
     settings.out.mkdir(parents=True, exist_ok=True)
     results: list[RankResult] = launch(run_rank, settings, settings.ranks, settings.backend)
-    figures = summarise(settings, results)
-    text = text_report(figures)
+    found = checks(results, TOLERANCE[settings.dtype])
+    text = text_report(settings, results, found)
     (settings.out / "report.txt").write_text(text)
     _draw(settings, results[0])
     print(f"\n{text}\nwritten to {settings.out / 'report.txt'} and {settings.out / 'picture.png'}")
-    failed = [check.name for check in figures.checks if not check.passed]
+    failed = [check.name for check in found if not check.passed]
     print(f"CHECKS FAILED: {', '.join(failed)}" if failed else "all checks passed", flush=True)
     return not failed
-
-
-def summarise(settings: Settings, results: Sequence[RankResult]) -> Figures:
-    """Computes the figures of a run from the results of all ranks."""
-    trained, single = results[0].trained, results[0].trained.single
-    assert single is not None, "rank 0 trains in one process too"
-    window = max(1, settings.steps // 10)
-    target = settings.batch(settings.steps).sample.target
-    return Figures(
-        ranks=settings.ranks,
-        setting=f"{settings.backend}, {'float64' if settings.double else 'float32'}, {settings.compiler}",
-        steps=settings.steps,
-        fewest_points=min(trained.points),
-        most_points=max(trained.points),
-        loss_window=window,
-        losses=_first_and_last(trained.losses, window),
-        single_losses=_first_and_last(single.losses, window),
-        new_sample_error=float(np.linalg.norm(results[0].prediction - target) / np.linalg.norm(target)),
-        checks=checks(results, TOLERANCE[settings.dtype]),
-        sharded=_communication(results, "compiled"),
-        eager=_communication(results, "eager"),
-        handwritten=_communication(results, "handwritten"),
-        bytes_lower_bound=lower_bound(settings.net(), settings.ranks),
-        compiled_ms=_slowest(results, "compiled"),
-        eager_ms=_slowest(results, "eager"),
-        handwritten_ms=_slowest(results, "handwritten"),
-    )
 
 
 def checks(results: Sequence[RankResult], tolerance: float) -> list[Check]:
@@ -75,8 +47,7 @@ def checks(results: Sequence[RankResult], tolerance: float) -> list[Check]:
         results: the results of all ranks.
         tolerance: see `TOLERANCE`.
     """
-    trained, single = results[0].trained, results[0].trained.single
-    assert single is not None, "rank 0 trains in one process too"
+    trained, single = results[0].trained, results[0].trained.in_one_process
     parameters = np.stack([result.trained.parameters for result in results])
     losses = np.abs(np.divide(trained.losses, single.losses) - 1).max()
     by_hand = max(result.handwritten_difference for result in results)
@@ -91,23 +62,8 @@ def checks(results: Sequence[RankResult], tolerance: float) -> list[Check]:
     ]
 
 
-def _first_and_last(losses: Sequence[float], window: int) -> tuple[float, float]:
-    return float(np.mean(losses[:window])), float(np.mean(losses[-window:]))
-
-
-def _communication(results: Sequence[RankResult], variant: str) -> Communication:
-    traffic = [result.traffic[variant] for result in results]
-    return Communication(traffic[0].collectives, sum(t.sent for t in traffic))
-
-
-def _slowest(results: Sequence[RankResult], variant: str) -> float | None:
-    times = [result.times[variant] for result in results if variant in result.times]
-    return max(times, default=None)
-
-
 def _draw(settings: Settings, result: RankResult) -> None:
     batch, trained = settings.batch(settings.steps), result.trained
-    assert trained.single is not None, "rank 0 trains in one process too"
-    losses = {f"{settings.ranks} ranks, compiled": trained.losses, "one process": trained.single.losses}
+    losses = {f"{settings.ranks} ranks, compiled": trained.losses, "one process": trained.in_one_process.losses}
     path = str(settings.out / "picture.png")
     picture(path, batch.sample, result.prediction, owners(batch.order, batch.sizes), losses, settings.ranks)

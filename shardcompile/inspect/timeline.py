@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardcompile.inspect.data import GraphReport, IssuedCollective, ReportData, Span
 from shardcompile.inspect.text import named_ranks
-from shardcompile.passes.schedule.simulator import COMPUTE, Bar, chrome_events
+from shardcompile.passes.schedule.simulator import COMPUTE
 
 
 def chrome_trace(report: ReportData) -> dict[str, object]:
@@ -15,9 +15,9 @@ def chrome_trace(report: ReportData) -> dict[str, object]:
     Each graph is a process, each stream a thread. The category of a bar is "compute", "communication", or "waiting" if
     the compute stream is idle.
     """
-    events = []
+    events: list[dict[str, object]] = []
     for i, (name, graph) in enumerate(report.named_graphs()):
-        events += chrome_events(i + 1, name, lanes(graph), _bars(graph))  # process 0 is the system's
+        events += _events(i + 1, name, graph)  # process 0 is the system's
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -48,13 +48,31 @@ def idle_times(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
         yield ended, graph.total, None
 
 
-def _bars(graph: GraphReport) -> Iterator[Bar]:
+def _events(process: int, name: str, graph: GraphReport) -> Iterator[dict[str, object]]:
+    """Yields the events of a graph, which is a process of the trace, as each of its lanes is a thread."""
+    streams = lanes(graph)
+    thread = {stream: i for i, stream in enumerate(streams)}
+
+    def metadata(kind: str, tid: int, **args: object) -> dict[str, object]:
+        return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
+
+    def bar(label: str, category: str, stream: str, start: float, end: float, args: object) -> dict[str, object]:
+        # Microseconds, rounded to the nanosecond, as the format keeps them.
+        begin, until = round(start * 1e9), round(end * 1e9)
+        times = {"ts": begin / 1e3, "dur": (until - begin) / 1e3}
+        return {"ph": "X", "name": label, "cat": category, "pid": process, "tid": thread[stream], **times, "args": args}
+
+    yield metadata("process_name", 0, name=name)
+    yield metadata("process_sort_index", 0, sort_index=process)
+    for stream, title in streams.items():
+        yield metadata("thread_name", thread[stream], name=title)
+        yield metadata("thread_sort_index", thread[stream], sort_index=thread[stream])
     for span, c in with_collectives(graph):
         category = "compute" if span.stream == COMPUTE else "communication"
-        yield Bar(span.label, category, span.stream, span.start, span.end, {} if c is None else _args(graph, c))
+        yield bar(span.label, category, span.stream, span.start, span.end, {} if c is None else _args(graph, c))
     for start, end, i in idle_times(graph):
-        name = "nothing left to compute" if i is None else f"waits for {graph.issued[i].name}"
-        yield Bar(name, "waiting", COMPUTE, start, end, {})
+        label = "nothing left to compute" if i is None else f"waits for {graph.issued[i].name}"
+        yield bar(label, "waiting", COMPUTE, start, end, {})
 
 
 def _args(graph: GraphReport, c: IssuedCollective) -> dict[str, object]:

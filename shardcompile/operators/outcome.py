@@ -55,18 +55,15 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._threads.close()
 
-    def outcomes_of(self, op: OpOverload, example: Example, style: int = 0) -> list[Outcome]:
+    def outcomes_of(self, op: OpOverload, example: Example) -> list[Outcome]:
         """Runs a call in several layouts: each tensor sharded along each dim, the others replicated or sharded alike.
 
         Args:
             op: the overload.
             example: the call.
-            style: the style of the partitions, see `shardcompile.testing.arrange.uneven_sizes`.
         """
         layouts = list(_layouts(example))
-        ends = self._threads.run(
-            lambda _: [_observe(op, example, partition, dims, style) for partition, dims in layouts]
-        )
+        ends = self._threads.run(lambda _: [_observe(op, example, partition, dims) for partition, dims in layouts])
         raise_worst(ends)
         found: list[Outcome] = ends[0].result
         return found
@@ -84,12 +81,12 @@ def _layouts(example: Example) -> Iterator[tuple[str, list[int | None]]]:
             yield f"all along dim {dim}", [dim] * len(tensors)
 
 
-def _observe(op: OpOverload, example: Example, partition: str, dims: Sequence[int | None], style: int) -> Outcome:
+def _observe(op: OpOverload, example: Example, partition: str, dims: Sequence[int | None]) -> Outcome:
     mesh = standing_mesh()
     laid_out: list[Tensor] = []
     for (_, x), dim in zip(example.tensors, dims, strict=True):
         placements: list[Placement] = [Replicate() if dim is None else Shard(dim)]
-        sizes = {} if dim is None else {0: uneven_sizes(x.shape[dim], WORLD, style)}
+        sizes = {} if dim is None else {0: uneven_sizes(x.shape[dim], WORLD, 0)}
         laid_out.append(lay_out(x.clone(), mesh, placements, sizes, 0))
     args = example.with_tensors(laid_out)
     numel = min((x.numel() for (_, x), dim in zip(example.tensors, dims, strict=True) if dim is not None), default=1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import add_rows, make_gather_plan, rows_travel, shard_size, take_rows
+from shardcompile.collectives import LocalGatherPlan, make_gather_plan
 from shardcompile.errors import LayoutError
 from shardcompile.sharding import Layout
 from shardcompile.tensor import ShardTensor
@@ -133,12 +133,7 @@ def _plan_gather(x: ShardTensor, index: Tensor) -> tuple[Tensor, ...]:
     flat = ToLocal.apply(index, None)
     about = math.prod(map(compat.size_hint, entries.shape))
     plan = make_gather_plan(flat.reshape(-1), partition, layout.mesh, about, "plan_gather")
-    group_name = compat.group_name_of(layout.mesh, mesh_dim)
-    arriving = plan.arrived_partition.local_size(compat.coordinate(layout.mesh))
-    num_rows = shard_size(partition, layout.mesh)
-    ones = torch.ones_like(plan.place)
-    arguments = (plan.asked, plan.sent, plan.place, num_rows, arriving, group_name)
-    (degree,) = add_rows([ones], *arguments, travels=rows_travel(plan.arrived_partition))
+    (degree,) = plan.add([torch.ones_like(plan.place)])
     return (
         wrapped(degree, layout),
         plan.asked,
@@ -169,36 +164,37 @@ def _with_leading_dims(leading: Layout, source: Layout, num_replaced: int) -> La
     return Layout.of(source.mesh, placements, shape, source.dtype, partitions)
 
 
+def _local(
+    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: ShardTensor, place: ShardTensor
+) -> LocalGatherPlan:
+    """Returns this rank's part of a `GatherPlan`, given its fields."""
+    rows, (of_sent, of_wanted) = degree._spec.layout, (x._spec.layout.partition_of(0) for x in (sent, wanted))
+    sent_rows, wanted_rows, places = (ToLocal.apply(x, None) for x in (sent, wanted, place))
+    return LocalGatherPlan(
+        rows.partition_of(0), rows.mesh, asked, sent_rows, wanted_rows, places.reshape(-1), of_sent, of_wanted
+    )
+
+
 @torch.compiler.allow_in_graph
 def _gather(
-    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: Tensor, place: ShardTensor, *xs: Tensor
+    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: ShardTensor, place: ShardTensor, *xs: Tensor
 ) -> tuple[Tensor, ...]:
     row_layout, index_layout = degree._spec.layout, place._spec.layout
-    mesh_dim = mesh_dim_of_rows(degree, "GatherPlan.gather")
     given = [identically_sharded(x, row_layout, "GatherPlan.gather") for x in xs]
-    positions, received = ToLocal.apply(place, None), wanted._spec.layout.partition_of(0)
-    rows = take_rows(
-        [ToLocal.apply(x, None) for x in given],
-        asked,
-        ToLocal.apply(sent, None),
-        positions.reshape(-1),
-        shard_size(received, row_layout.mesh),
-        compat.group_name_of(row_layout.mesh, mesh_dim),
-        travels=rows_travel(received),
-    )
+    rows = _local(degree, asked, wanted, sent, place).take([ToLocal.apply(x, None) for x in given])
+    shape = place._local_tensor.shape
     return tuple(
-        wrapped(r.view([*positions.shape, *r.shape[1:]]), _with_leading_dims(index_layout, x._spec.layout, 1))
+        wrapped(r.view([*shape, *r.shape[1:]]), _with_leading_dims(index_layout, x._spec.layout, 1))
         for r, x in zip(rows, given, strict=True)
     )
 
 
 @torch.compiler.allow_in_graph
 def _scatter_add(
-    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: Tensor, place: ShardTensor, *values: Tensor
+    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: ShardTensor, place: ShardTensor, *values: Tensor
 ) -> tuple[Tensor, ...]:
     row_layout, index_layout = degree._spec.layout, place._spec.layout
-    mesh_dim, dims = mesh_dim_of_rows(degree, "GatherPlan.scatter_add"), index_layout.ndim
-    given = []
+    dims, given = index_layout.ndim, []
     for v in values:
         if v.ndim < dims or not all(map(compat.guard_equal, v.shape[1:dims], index_layout.shape[1:])):
             raise LayoutError(
@@ -210,18 +206,9 @@ def _scatter_add(
         for d in range(1, dims):
             layout = layout if layout.partitions[d] is None else layout.gathered(d)
         given.append(redistributed(v, layout))
-    positions, received = ToLocal.apply(place, None), wanted._spec.layout.partition_of(0)
     shards = [ToLocal.apply(v, None) for v in given]
-    sums = add_rows(
-        [b.flatten(0, dims - 1) if dims > 1 else b for b in shards],
-        asked,
-        ToLocal.apply(sent, None),
-        positions.reshape(-1),
-        shard_size(row_layout.partition_of(0), row_layout.mesh),
-        shard_size(received, row_layout.mesh),
-        compat.group_name_of(row_layout.mesh, mesh_dim),
-        travels=rows_travel(received),
-    )
+    flat = [b.flatten(0, dims - 1) if dims > 1 else b for b in shards]
+    sums = _local(degree, asked, wanted, sent, place).add(flat)
     return tuple(
         wrapped(s, _with_leading_dims(row_layout, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True)
     )

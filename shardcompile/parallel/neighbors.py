@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import make_gather_plan, nearest, take_rows
+from shardcompile.collectives import make_gather_plan, nearest
 from shardcompile.errors import LayoutError
 from shardcompile.sharding import Layout, Partition
 from shardcompile.tensor import ShardTensor
@@ -184,13 +184,10 @@ def _differentiable(
         near = torch.cat([points, points.new_zeros([1, points.shape[1]])]).index_select(0, flat)
     else:
         of_points, layout = partition
-        (mesh_dim,) = of_points.mesh_dims
         about = compat.size_hint(layout.shape[0]) * indices.shape[1]
         with compat.unrecorded_symbols(flat):
             plan = make_gather_plan(flat, of_points, layout.mesh, about, "neighbors.knn", may_miss=True)
-        arriving = plan.arrived_partition.local_size(compat.coordinate(layout.mesh))
-        group_name = compat.group_name_of(layout.mesh, mesh_dim)
-        (near,) = take_rows([points], plan.asked, plan.sent, plan.place, arriving, group_name, may_miss=True)
+        (near,) = plan.take([points], may_miss=True)
     difference = queries.unsqueeze(1) - near.view([*indices.shape, points.shape[1]])
     # A point at distance 0 has gradient 0, as in torch. The second derivative of the norm at 0 would be NaN.
     is_constant = distances.isinf() | (distances == 0)

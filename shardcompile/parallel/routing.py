@@ -176,7 +176,7 @@ def _route(x: Any, destination: Any) -> tuple[Any, ...]:
     flat = layout_of_column(destination._spec.layout)
     if len(mesh_dims) == 2:
         local = local.view([local.shape[0], _num_copies(destination)])
-        plan, partitions = plan_hierarchical_route(local, layout.mesh, mesh_dims, size, "route_rows")
+        plan, partitions = plan_hierarchical_route(local, layout.mesh, mesh_dims, size)
         sent, passed, passed_on, received = (layout_of_rows(partition, flat) for partition in partitions)
         copies = Layout.of_partitions(
             flat.mesh, (*passed.shape, local.shape[1]), torch.int64, [passed.partitions[0], None]

@@ -47,18 +47,7 @@ _MODULES = {
     "world_size": "current",
 }
 
-__all__ = [
-    "LocalRanks",
-    "RuleReport",
-    "assert_graph",
-    "assert_matches_single_device",
-    "check_rule",
-    "mesh",
-    "once",
-    "rank",
-    "same_collectives_on_every_rank",
-    "world_size",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

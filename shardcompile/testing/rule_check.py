@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardcompile import compat
 from shardcompile.compat.testing import tree_flatten, tree_unflatten
+from shardcompile.inspect.text import columns
 from shardcompile.testing.agreement import CheckFailed, Failure, RanksFailedError, agree_on_use, together, usage_error
 from shardcompile.testing.arguments import digest
 from shardcompile.testing.arrange import (
@@ -91,13 +92,8 @@ class RuleReport:
             runs = [run for run in self.runs if run.placements == placements]
             counts = Counter(run.service for run in runs)
             rows.append((placements, str(len(runs)), *(str(counts[s]) for s in SERVICES)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        ]
         total = f"{self.op}: {len(self.runs)} runs on {self.world_size} ranks, {len(self.wrong)} wrong"
-        return "\n".join([total + (f", {self.left_out} left out" if self.left_out else ""), *table])
+        return "\n".join([total + (f", {self.left_out} left out" if self.left_out else ""), *columns(rows, left=(0,))])
 
 
 def check_rule(

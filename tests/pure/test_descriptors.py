@@ -105,7 +105,7 @@ def toy() -> Iterator[Descriptor[_Toy]]:
         traffic=shards_to_all,
         source=lambda a: (a.total, a.partition),
         joins=Joins("all_gather_bucket", lambda a: [a.partition], uneven=True),
-        told=True,
+        states_global_bytes=True,
     )
     del descriptors_module._ALL[before:]
 

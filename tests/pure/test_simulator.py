@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import time
@@ -27,7 +26,7 @@ from shardcompile.passes.schedule.outline import Outline, SchedulingPolicy
 from shardcompile.passes.schedule.overlap import best_order
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import due_times, latest, quick_policies
-from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, perfetto, simulate
+from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, simulate
 from shardcompile.passes.schedule.tasks import Tasks
 from tests.support.work import calls
 
@@ -268,20 +267,6 @@ def _check_streams(timeline: Timeline) -> None:
         assert all(a.end <= b.start for a, b in itertools.pairwise(events))
         work = timeline.compute if stream == COMPUTE else timeline.communication[stream]
         assert sum(e.end - e.start for e in events) == pytest.approx(work)
-
-
-def test_a_trace_that_perfetto_reads() -> None:
-    _, prices, (x, a, g, w, c, b, out) = two_products_and_a_gather()
-    trace = json.loads(json.dumps(perfetto(simulate([x, a, g, b, w, c, out], prices))))
-    events = trace["traceEvents"]
-    threads = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    spans = {e["name"]: e for e in events if e["ph"] == "X"}
-    assert sorted(threads.values()) == ["compute", "group g"]
-    assert set(spans) == {a.name, g.name, b.name, c.name}
-    assert threads[spans[g.name]["tid"]] == "group g"
-    assert (spans[g.name]["ts"], spans[g.name]["dur"]) == (3e6, 5e6)  # microseconds
-    assert threads[spans[b.name]["tid"]] == "compute"
-    assert all(set(e) >= {"name", "cat", "ph", "ts", "dur", "pid", "tid"} for e in spans.values())
 
 
 def layers(nodes: int) -> Graph:

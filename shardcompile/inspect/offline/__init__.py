@@ -11,15 +11,10 @@
 Tracing runs in this process, with fake tensors and a fake process group, and restores the process afterwards.
 """
 
-from shardcompile.inspect.offline.trace import CollectiveRecord, OfflineTrace, trace_offline, trace_step
-from shardcompile.inspect.offline.world import OfflineError, OfflineWorld, offline_world
-
-__all__ = [
-    "CollectiveRecord",
-    "OfflineError",
-    "OfflineTrace",
-    "OfflineWorld",
-    "offline_world",
-    "trace_offline",
-    "trace_step",
-]
+from shardcompile.inspect.offline.trace import CollectiveRecord as CollectiveRecord
+from shardcompile.inspect.offline.trace import OfflineTrace as OfflineTrace
+from shardcompile.inspect.offline.trace import trace_offline as trace_offline
+from shardcompile.inspect.offline.trace import trace_step as trace_step
+from shardcompile.inspect.offline.world import OfflineError as OfflineError
+from shardcompile.inspect.offline.world import OfflineWorld as OfflineWorld
+from shardcompile.inspect.offline.world import offline_world as offline_world

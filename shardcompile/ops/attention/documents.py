@@ -13,19 +13,11 @@ import torch
 from torch import Tensor
 
 from shardcompile.collectives import documents_of
+from shardcompile.compat.own_ops import LIBRARY, define_op
 from shardcompile.ops.attention.kernels import attend, attend_backward
 from shardcompile.ops.support.precision import wide_dtype
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
 _REST = "Tensor ends, SymInt total, SymInt first_query, SymInt first_key, bool causal, float scale"
-_LIBRARY.define(f"attend_documents(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)", tags=_TAGS)
-_LIBRARY.define(
-    "attend_documents_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor denominator, "
-    f"{_REST}) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-_ops = torch.ops.shardcompile
 
 
 def _document_slices(
@@ -106,17 +98,21 @@ def _setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, T
 
 def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[object, ...]:
     *tensors, ends = ctx.saved_tensors
-    grads = _ops.attend_documents_backward(grad, *tensors, ends, *ctx.rest)
+    grads = _attend_backward(grad, *tensors, ends, *ctx.rest)
     return (*grads, None, *[None] * len(ctx.rest))
 
 
-_LIBRARY.impl("attend_documents", _attend_documents, "CompositeExplicitAutograd")
-_LIBRARY.impl("attend_documents_backward", _attend_documents_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::attend_documents", _fake_attend, lib=_LIBRARY)
-torch.library.register_fake("shardcompile::attend_documents_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("shardcompile::attend_documents", _backward, setup_context=_setup_context, lib=_LIBRARY)
-
-attend_documents = _ops.attend_documents.default
+_attend_backward = define_op(
+    "attend_documents_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor denominator, "
+    f"{_REST}) -> (Tensor, Tensor, Tensor)",
+    _attend_documents_backward,
+    _fake_backward,
+)
+attend_documents = define_op(
+    f"attend_documents(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)",
+    _attend_documents,
+    _fake_attend,
+)
 """Attention within packed documents. Differentiable.
 
 Takes rows of the query [n, heads, features]; rows of keys [m, heads, features] and values (which may have fewer heads);
@@ -125,3 +121,5 @@ query and of the first row of the keys; whether attention is causal; and the sca
 
 Returns the result [n, heads, features] and the logsumexp of the scores [heads, n].
 """
+
+torch.library.register_autograd("shardcompile::attend_documents", _backward, setup_context=_setup_context, lib=LIBRARY)

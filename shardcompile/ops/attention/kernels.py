@@ -17,29 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from shardcompile.compat import OpOverload
+from shardcompile.compat.own_ops import define_op
 from shardcompile.ops.support.precision import HALVES, wide_dtype
 from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-# A CUDA graph may capture them: it is specialized on integer inputs, which are the sizes and `shift`, and these alone
-# determine which kernels run.
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout]
-_LIBRARY.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, SymInt shift, float scale) "
-    "-> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor denominator, "
-    "Tensor? mask, bool causal, SymInt shift, float scale) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "attend_more(Tensor out, Tensor denominator, Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, "
-    "SymInt shift, float scale) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
 Shape = Sequence[int]
 _FLASH_FEATURES = 256
 _ALIGNED_SCORES = 16
@@ -323,14 +306,15 @@ def _fake_attend_more(out: Tensor, lse: Tensor, *_: object) -> tuple[Tensor, Ten
     return _new_result(out, out.shape[-1], out.shape[2]), lse.new_empty(lse.shape)
 
 
-_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
-_LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::attend", _fake_attend, lib=_LIBRARY)
-torch.library.register_fake("shardcompile::attend_backward", _fake_attend_backward, lib=_LIBRARY)
-_LIBRARY.impl("attend_more", _attend_more, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::attend_more", _fake_attend_more, lib=_LIBRARY)
-
-attend = torch.ops.shardcompile.attend.default
+# A CUDA graph may capture these ops: it is specialized on integer inputs, which are the sizes and `shift`, and these
+# alone determine which kernels run.
+attend = define_op(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, SymInt shift, float scale) "
+    "-> (Tensor, Tensor)",
+    _attend,
+    _fake_attend,
+    capturable=True,
+)
 """Attention of a shard of queries over a shard of keys.
 
 Takes query [batch, heads, rows, features]; key and value (which may have fewer heads); a mask, either additive or
@@ -340,14 +324,26 @@ the scores. A mask and `causal` exclude each other.
 Returns the result and the logsumexp of the scores [batch, heads, rows].
 """
 
-attend_backward = torch.ops.shardcompile.attend_backward.default
+attend_backward = define_op(
+    "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor denominator, "
+    "Tensor? mask, bool causal, SymInt shift, float scale) -> (Tensor, Tensor, Tensor)",
+    _attend_backward,
+    _fake_attend_backward,
+    capturable=True,
+)
 """The backward op of `attend`.
 
 Takes the gradient of the result, and the arguments and results of `attend`. Returns the gradients of query, key and
 value. The result and the logsumexp may be those over more keys than these: the gradients of shards of keys add up.
 """
 
-attend_more = torch.ops.shardcompile.attend_more.default
+attend_more = define_op(
+    "attend_more(Tensor out, Tensor denominator, Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, "
+    "SymInt shift, float scale) -> (Tensor, Tensor)",
+    _attend_more,
+    _fake_attend_more,
+    capturable=True,
+)
 """Accumulates attention over more keys by online softmax.
 
 Takes the results of `attend` over some keys (the result in the dtype of the logsumexp) and the arguments of `attend`
@@ -364,18 +360,14 @@ def _count_flops(shapes: Sequence[Sequence[int]], products: int) -> int:
     return products * batch * heads * rows * columns * (features + value_features)
 
 
-@register_flop_formula(torch.ops.shardcompile.attend)
-def _attend_flop(query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _count_flops([query, key, value], 2)
+def _state_flops(op: OpOverload, first: int, products: int) -> None:
+    """States the operations of an op whose argument `first` is the query, before key and value."""
+
+    @register_flop_formula(op.overloadpacket)
+    def count(*shapes: Shape, **named: object) -> int:
+        return _count_flops(shapes[first : first + 3], products)
 
 
-@register_flop_formula(torch.ops.shardcompile.attend_more)
-def _attend_more_flop(
-    _: object, __: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object
-) -> int:
-    return _count_flops([query, key, value], 2)
-
-
-@register_flop_formula(torch.ops.shardcompile.attend_backward)
-def _attend_backward_flop(_: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _count_flops([query, key, value], 5)
+_state_flops(attend, 0, 2)
+_state_flops(attend_more, 2, 2)
+_state_flops(attend_backward, 1, 5)

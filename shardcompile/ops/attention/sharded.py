@@ -263,15 +263,9 @@ def _refuse_dropout(op: OpOverload, dropout_p: float) -> None:
         )
 
 
-def _argument(
-    op: OpOverload, args: Sequence[object], kwargs: dict[str, object], name: str, default: object = None
-) -> Any:
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            if i < len(args) and not argument.kwarg_only:
-                return args[i]
-            return kwargs.get(name, argument.default_value if argument.has_default_value() else default)
-    return default
+def _argument(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], name: str) -> Any:
+    defaults = {a.name: a.default_value for a in op._schema.arguments}
+    return (dict(zip(defaults, args, strict=False)) | kwargs).get(name, defaults.get(name))
 
 
 def _parse_arguments(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> _Attention:

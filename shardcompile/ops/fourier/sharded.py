@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Shard
 from shardcompile import compat
 from shardcompile.collectives import derive
 from shardcompile.compat import OpOverload
+from shardcompile.compat.own_ops import define_op
 from shardcompile.ops import state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.sharded_rows import wrap
@@ -26,12 +27,6 @@ from shardcompile.sharded import Sharded
 from shardcompile.sharding import IntLike, Layout, Partition, order_of
 
 aten = torch.ops.aten
-
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define(
-    "fourier(Tensor x, str kind, int[] dims, int normalization, bool forward, SymInt size, int[] order) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
 
 
 def _shape_and_dtype(x: Tensor, kind: str, dims: list[int], size: IntLike) -> tuple[list[IntLike], torch.dtype]:
@@ -66,8 +61,13 @@ def _fake_fourier(
     return x.new_empty([shape[d] for d in order], dtype=dtype).permute(back)
 
 
-_LIBRARY.impl("fourier", _fourier, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::fourier", _fake_fourier, lib=_LIBRARY)
+define_op(
+    "fourier(Tensor x, str kind, int[] dims, int normalization, bool forward, SymInt size, int[] order) -> Tensor",
+    _fourier,
+    _fake_fourier,
+    capturable=True,
+    any_strides=False,
+)
 
 
 class _ShardInTransform:

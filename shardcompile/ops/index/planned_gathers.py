@@ -21,14 +21,8 @@ from shardcompile import compat
 from shardcompile.collectives import (
     LocalGatherPlan,
     Reduction,
-    add_rows,
     local_shape_of,
     make_gather_plan,
-    named_rows,
-    reduce_rows,
-    rows_travel,
-    shard_size,
-    take_rows,
 )
 from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed
@@ -218,12 +212,9 @@ def _gather_rows(shard: Tensor, dim: int, index: Tensor, layout: Layout, about: 
     """Gathers the rows that this rank's indices name, along dim 0."""
     partition, mesh = layout.partition_of(dim), layout.mesh
     compat.once_for_value(index, _GATHERED_ROWS, lambda: partition)
-    plan = gather_plan_of(index, partition, mesh, about, op)
-    group_name = compat.group_name_of(mesh, partition.mesh_dims[0])
-    num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
-    table = _interleave_rows(shard.movedim(dim, 0), partition)
-    parts = (plan.asked, plan.sent, plan.place, num_received, group_name)
-    (rows,) = take_rows([table], *parts, travels=rows_travel(plan.arrived_partition))
+    (rows,) = gather_plan_of(index, partition, mesh, about, op).take(
+        [_interleave_rows(shard.movedim(dim, 0), partition)]
+    )
     return rows
 
 
@@ -283,8 +274,7 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     layout, shard = x._spec.layout, x._local_tensor
     partition, mesh = layout.partition_of(dim), layout.mesh
     plan = gather_plan_of(index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
-    num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
-    is_named = _deinterleave_rows(named_rows(plan.sent, plan.place, shard.shape[dim], num_received), partition)
+    is_named = _deinterleave_rows(plan.named(), partition)
     shape = [shard.shape[dim] if d == dim else 1 for d in range(shard.ndim)]
     return wrap(x, torch.where(is_named.view(shape), value, shard).to(shard.dtype), layout, stride)
 
@@ -359,15 +349,10 @@ def combined(
     zeros, values = zeros_in(x, target), shard_of(source).movedim(dim, 0)
     rows = local_shard_in(reduced(x), target) if zeros is None else zeros
     plan = gather_plan_of(local_shard_in(index, index_layout), partition, mesh, layout.shape[dim], op)
-    num_received = plan.arrived_partition.local_size(compat.coordinate(mesh))
-    ends = (shard_size(partition, mesh), num_received, compat.group_name_of(mesh, partition.mesh_dims[0]))
-    parts = (plan.asked, plan.sent, plan.place, *ends)
     if reduce == "sum" and include_self:
-        (sums,) = add_rows([values], *parts, travels=rows_travel(plan.arrived_partition))
+        (sums,) = plan.add([values])
         found = rows + _deinterleave_rows(sums, partition).movedim(0, dim)
     else:
         local_rows = _interleave_rows(rows.movedim(dim, 0), partition)
-        found = _deinterleave_rows(reduce_rows(local_rows, values, reduce, include_self, *parts), partition).movedim(
-            0, dim
-        )
+        found = _deinterleave_rows(plan.reduce(local_rows, values, reduce, include_self), partition).movedim(0, dim)
     return wrap(first_sharded((source,)), found, target, contiguous_stride(target.shape))

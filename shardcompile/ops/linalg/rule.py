@@ -50,9 +50,9 @@ def _raises_for_a_matrix(call: OpCall) -> bool:
     return any(a.name == "check_errors" and call.arg(i, a.name, False) for i, a in enumerate(arguments))
 
 
-def _without(index: int, name: str, default: bool, *outputs: int) -> Missing:
+def _without(index: int, name: str, *outputs: int) -> Missing:
     """Returns a function that lists these outputs as missing if an argument is False."""
-    return lambda call: () if call.arg(index, name, default) else outputs
+    return lambda call: () if call.arg(index, name, True) else outputs
 
 
 def _missing_of_lu_unpack(call: OpCall) -> list[int]:
@@ -63,9 +63,9 @@ def _missing_of_lu_unpack(call: OpCall) -> list[int]:
 
 _SINGLE_MATRIX: dict[OpOverload, Missing] = {
     aten.linalg_qr.default: lambda call: (0,) if call.arg(1, "mode", "reduced") == "r" else (),
-    aten._linalg_svd.default: _without(2, "compute_uv", True, 0, 2),
-    aten._linalg_eigh.default: _without(2, "compute_v", True, 1),
-    aten.linalg_lu.default: _without(1, "pivot", True, 0),
+    aten._linalg_svd.default: _without(2, "compute_uv", 0, 2),
+    aten._linalg_eigh.default: _without(2, "compute_v", 1),
+    aten.linalg_lu.default: _without(1, "pivot", 0),
 }
 
 for _op in (

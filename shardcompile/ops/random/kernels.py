@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload
+from shardcompile.compat.own_ops import define_op
 from shardcompile.ops.registry import state
 
 aten = torch.ops.aten
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 
 
 def _contiguous_like(x: Tensor, *_: object) -> Tensor:
@@ -41,12 +41,8 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
 
 def _with_fake_kernel(op: OpOverload) -> Callable[..., object]:
     """Defines an op in our namespace that calls `op` and has a fake kernel."""
-    name, arguments = str(op._schema).removeprefix("aten::_").split("(", 1)
-    torch.library.define(f"shardcompile::{name}", f"({arguments}", lib=_LIBRARY, tags=[torch.Tag.pt2_compliant_tag])
-    torch.library.impl(f"shardcompile::{name}", "CompositeExplicitAutograd", op, lib=_LIBRARY)
-    torch.library.register_fake(f"shardcompile::{name}", _contiguous_like, lib=_LIBRARY)
-    found: OpOverload = getattr(torch.ops.shardcompile, name).default
-    return found
+    schema = str(op._schema).removeprefix("aten::_")
+    return define_op(schema, op, _contiguous_like, capturable=True, any_strides=False)
 
 
 for _op in (aten.poisson, aten.binomial, aten._standard_gamma, aten._sample_dirichlet):

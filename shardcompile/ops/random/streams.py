@@ -23,11 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.compat import OpOverload
+from shardcompile.compat.own_ops import define_op
 from shardcompile.ops.registry import record_of
 from shardcompile.ops.support.global_meta import tensors_of
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the seed is read on the CPU
 _MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: adjacent coordinates get unrelated seeds
 _GENERATOR = re.compile(r"Generator\? \w+(=None)?(, )?")
 
@@ -85,7 +84,7 @@ def _seeded(op: OpOverload) -> OpOverload:
     arguments = _GENERATOR.sub("", arguments.rsplit(")", 1)[0]).rstrip(" ,*")
     # Inductor makes an `inspect.Signature` of the schema, in which a name must not be a keyword of Python.
     arguments = re.sub(r"\bfrom\b", "from_", arguments)
-    _LIBRARY.define(f"{name}(Tensor seed, str[] group_names, {arguments}) -> {returns}", tags=_TAGS)
+    schema = f"{name}(Tensor seed, str[] group_names, {arguments}) -> {returns}"
     generator_name = next((a.name for a in op._schema.arguments if _is_generator(a)), None)
     record = record_of(op)
     kernel = record.kernel or op
@@ -108,10 +107,7 @@ def _seeded(op: OpOverload) -> OpOverload:
         shape_kernel: Callable[..., object] = record.shape_kernel or op
         return _without_aliases(shape_kernel(*args, **kwargs), args)
 
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardcompile::{name}", fake, lib=_LIBRARY)
-    found: OpOverload = getattr(torch.ops.shardcompile, name).default
-    return found
+    return define_op(schema, run, fake, any_strides=False)  # not capturable, as the seed is read on the CPU
 
 
 def _is_generator(argument: torch._C.Argument) -> bool:

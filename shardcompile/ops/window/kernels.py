@@ -7,31 +7,20 @@ last: nothing is padded there.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from shardcompile.compat.own_ops import define_op
+
 aten = torch.ops.aten
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _CONVOLUTION = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
 )
 _POOL = "int[] kernel, int[] stride, int[] padding"
-for _schema in (
-    f"convolution(Tensor x, Tensor weight, Tensor? bias, {_CONVOLUTION}, *, SymInt[] size, int[] partition, "
-    "SymInt[] skipped, bool channels_last) -> Tensor",
-    f"convolution_backward(Tensor grad, Tensor x, Tensor weight, SymInt[]? bias, {_CONVOLUTION}, bool[] wanted, *, "
-    "int[] partition, SymInt[] skipped, bool channels_last) -> (Tensor, Tensor, Tensor)",
-    f"max_pool(Tensor x, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, SymInt[] whole, "
-    "SymInt[] first) -> (Tensor, Tensor)",
-    f"max_pool_backward(Tensor grad, Tensor indices, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, "
-    "SymInt[] whole, SymInt[] first) -> Tensor",
-    f"sum_pool(Tensor x, {_POOL}, bool ceil_mode, int divisor, *, SymInt[] size) -> Tensor",
-    f"sum_pool_backward(Tensor grad, {_POOL}, bool ceil_mode, int divisor, *, SymInt[] size) -> Tensor",
-):
-    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag])
 
 
 def _format(x: Tensor, channels_last: bool) -> torch.memory_format:
@@ -256,36 +245,53 @@ def _fake_of_size(x: Tensor, *_: object, size: list[int], **__: object) -> Tenso
     return x.new_empty(size)
 
 
-for _name, _real, _fake in (
-    ("convolution", _convolution, _fake_convolution),
-    ("convolution_backward", _convolution_backward, _fake_convolution_backward),
-    ("max_pool", _max_pool, _fake_max_pool),
-    ("max_pool_backward", _max_pool_backward, _fake_of_size),
-    ("sum_pool", _sum_pool, _fake_of_size),
-    ("sum_pool_backward", _sum_pool_backward, _fake_of_size),
-):
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+_define = functools.partial(define_op, capturable=True, any_strides=False)
 
-convolution = torch.ops.shardcompile.convolution.default
+convolution = _define(
+    f"convolution(Tensor x, Tensor weight, Tensor? bias, {_CONVOLUTION}, *, SymInt[] size, int[] partition, "
+    "SymInt[] skipped, bool channels_last) -> Tensor",
+    _convolution,
+    _fake_convolution,
+)
 """``aten.convolution`` of a local shard. `size` is the shape of the result, and `partition` lists the spatial dims that
 are sharded. `skipped` has, for each of them, the number of rows of a transposed convolution before the shard (otherwise
 it is empty). `channels_last` is the memory format of the result.
 """
 
-convolution_backward = torch.ops.shardcompile.convolution_backward.default
+convolution_backward = _define(
+    f"convolution_backward(Tensor grad, Tensor x, Tensor weight, SymInt[]? bias, {_CONVOLUTION}, bool[] wanted, *, "
+    "int[] partition, SymInt[] skipped, bool channels_last) -> (Tensor, Tensor, Tensor)",
+    _convolution_backward,
+    _fake_convolution_backward,
+)
 """``aten.convolution_backward`` of a local shard; returns empty tensors for gradients that are not `wanted`."""
 
-max_pool = torch.ops.shardcompile.max_pool.default
+max_pool = _define(
+    f"max_pool(Tensor x, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, SymInt[] whole, "
+    "SymInt[] first) -> (Tensor, Tensor)",
+    _max_pool,
+    _fake_max_pool,
+)
 """The maximum of every window, and its flat index in the global plane. `size` is the shape of the local result, `whole`
 are the sizes of the plane, and `first` is the position in it of the first element that is read.
 """
 
-max_pool_backward = torch.ops.shardcompile.max_pool_backward.default
+max_pool_backward = _define(
+    f"max_pool_backward(Tensor grad, Tensor indices, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, "
+    "SymInt[] whole, SymInt[] first) -> Tensor",
+    _max_pool_backward,
+    _fake_of_size,
+)
 """The gradient of `max_pool`; `size` is the shape of what was read."""
 
-sum_pool = torch.ops.shardcompile.sum_pool.default
+sum_pool = _define(
+    f"sum_pool(Tensor x, {_POOL}, bool ceil_mode, int divisor, *, SymInt[] size) -> Tensor", _sum_pool, _fake_of_size
+)
 """The sum of every window, divided by `divisor`. `size` is the shape of the local result."""
 
-sum_pool_backward = torch.ops.shardcompile.sum_pool_backward.default
+sum_pool_backward = _define(
+    f"sum_pool_backward(Tensor grad, {_POOL}, bool ceil_mode, int divisor, *, SymInt[] size) -> Tensor",
+    _sum_pool_backward,
+    _fake_of_size,
+)
 """The gradient of `sum_pool`; `size` is the shape of what was read."""

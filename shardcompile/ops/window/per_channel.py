@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload
+from shardcompile.compat.own_ops import define_op
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.local_shards import may_be_empty, view_shard
@@ -17,14 +18,6 @@ from shardcompile.ops.window.rule import per_channel
 from shardcompile.sharding import IntLike
 
 aten = torch.ops.aten
-
-
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define(
-    "upsample_backward(Tensor grad, str op, SymInt[] fine, SymInt[] coarse, bool[] align_corners, float[] scales) "
-    "-> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
 
 
 def _upsample_backward(
@@ -35,9 +28,13 @@ def _upsample_backward(
     return out.contiguous()
 
 
-_LIBRARY.impl("upsample_backward", _upsample_backward, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardcompile::upsample_backward", lambda grad, op, fine, coarse, *_: grad.new_empty(coarse), lib=_LIBRARY
+define_op(
+    "upsample_backward(Tensor grad, str op, SymInt[] fine, SymInt[] coarse, bool[] align_corners, float[] scales) "
+    "-> Tensor",
+    _upsample_backward,
+    lambda grad, op, fine, coarse, *_: grad.new_empty(coarse),
+    capturable=True,
+    any_strides=False,
 )
 
 
