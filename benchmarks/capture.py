@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from benchmarks.common import duration, join_fake_group, leave, print_table, ratio
-from shardcompile.demo.model import PointTransformer, mean_squared_error
+from examples.poisson.model import PointTransformer, mean_squared_error
 
 RANKS = 4
 SIZES = [700, 0, 1, 323]

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from benchmarks.common import join_fake_group, print_table, ratio
+from examples.poisson.model import PointTransformer, mean_squared_error
 from shardcompile import ShardTensor
-from shardcompile.demo.model import PointTransformer, mean_squared_error
 
 RANKS = (4, 64, 1024)
 PLAIN = 0  # stands for the plain model

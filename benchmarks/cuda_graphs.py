@@ -22,9 +22,9 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from benchmarks.common import Call, Times, duration, join_fake_group, leave, median_times, print_table, ratio
+from examples.poisson.model import relative_l2
+from examples.poisson.training import make_batch, make_net
 from shardcompile.compat import cuda_graphs
-from shardcompile.demo.model import relative_l2
-from shardcompile.demo.training import make_batch, make_net
 
 RANKS = 4
 WIDTH, LAYERS = 1024, 2

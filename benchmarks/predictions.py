@@ -28,7 +28,7 @@ import shardcompile as sc
 from benchmarks.common import duration, print_table, run_ranks
 from benchmarks.experts import EXPERTS, HIDDEN, WIDTH, routed
 from benchmarks.graphs import linked, parameters, sheet
-from shardcompile.demo.model import PointTransformer, relative_l2
+from examples.poisson.model import PointTransformer, relative_l2
 from shardcompile.machines import Device
 from shardcompile.passes import CostModel, inductor_options
 from shardcompile.passes.cost.calibrate import load_device, measure_device, save

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
-from shardcompile.demo.handwritten import handwritten_step
-from shardcompile.demo.model import relative_l2
-from shardcompile.demo.training import (
+from examples.poisson.handwritten import handwritten_step
+from examples.poisson.model import relative_l2
+from examples.poisson.training import (
     Batch,
     Compiler,
     Step,

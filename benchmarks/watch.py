@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from benchmarks.step import uneven_batches
-from shardcompile.demo.training import make_net, sharded_step
+from examples.poisson.training import make_net, sharded_step
 from shardcompile.diagnosis import recorded_calls
 from shardcompile.testing import LocalRanks, rank
 

@@ -6,4 +6,4 @@ source scripts/venv.sh
 
 use_venv demo
 echo "== demo"
-python -m shardcompile demo "$@"
+python -m examples.poisson "$@"

@@ -32,28 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     """Builds the parser of all subcommands and their options."""
     parser = argparse.ArgumentParser(prog="shardcompile", description="Sharded tensors under torch.compile.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser(
-        "demo",
-        help="train a model on uneven shards and check the result",
-        description="Trains a point-cloud transformer on finite element solutions with a new partition at each step, "
-        "checks the result against training in one process, and writes a report and a picture.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    demo.add_argument("--ranks", type=_positive, default=2, help="number of processes")
-    demo.add_argument("--steps", type=_positive, default=60, help="training steps")
-    demo.add_argument(
-        "--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl if there is a GPU for each rank"
-    )
-    demo.add_argument("--out", type=Path, default=Path("shardcompile-demo"), help="folder for report.txt, picture.png")
-    demo.add_argument("--seed", type=_natural, default=0, help="seed of samples, partitions and parameters")
-    demo.add_argument(
-        "--compile-backend",
-        choices=["shardcompile", "inductor", "aot_eager", "eager"],
-        default="shardcompile",
-        help="backend of torch.compile; the default is Inductor with this library's passes",
-    )
-    demo.add_argument("--double", action="store_true", help="compute in float64")
-    demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
     _add_explain(commands)
     _add_diff(commands)
     _add_selftest(commands)
@@ -66,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     calibrate.add_argument("--ranks", type=_positive, default=2, help="number of processes")
-    calibrate.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="as for the demo")
+    calibrate.add_argument(
+        "--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl if there is a GPU for each rank"
+    )
     calibrate.add_argument(
         "--compute", action="store_true", help="also measure compute on CPUs; the file then describes a device"
     )
@@ -152,37 +132,11 @@ def _at_least(minimum: int, text: str) -> int:
     return number
 
 
-def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    missing = _missing_packages("matplotlib", "scipy")
-    if missing:
-        parser.error(f"the demo needs {' and '.join(missing)}; install shardcompile[demo]")
-    # Importing torch takes seconds, and --help does not need it.
-    from shardcompile.demo.launch import RankFailedError
-    from shardcompile.demo.ranks import Settings
-    from shardcompile.demo.run import run_demo
-
-    settings = Settings(
-        ranks=options.ranks,
-        steps=options.steps,
-        backend=_backend(parser, options.backend, options.ranks),
-        compiler=options.compile_backend,
-        seed=options.seed,
-        double=options.double,
-        compare=not options.no_compare,
-        out=options.out,
-    )
-    try:
-        return 0 if run_demo(settings) else 1
-    except RankFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
-
-
 def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.ranks < 2:
         parser.error("a link joins at least 2 ranks")
     # Importing torch takes seconds, and --help does not need it.
-    from shardcompile.demo.launch import RankFailedError, launch
+    from shardcompile.launch import RankFailedError, launch
     from shardcompile.machines import Link
     from shardcompile.passes.cost.calibrate import measure_device, measure_link, save
 
@@ -204,7 +158,7 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     # Importing torch takes seconds, and --help does not need it.
     import torch
 
-    from shardcompile.demo.launch import RankFailedError, launch
+    from shardcompile.launch import RankFailedError, launch
     from shardcompile.selftest import Job, print_table, run_checks, traced_collectives
     from shardcompile.testing import LocalRanks
 
@@ -309,21 +263,15 @@ def _missing_packages(*names: str) -> list[str]:
 
 def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
     # Importing torch takes seconds, and --help does not need it.
-    import torch
+    from shardcompile.launch import backend_of
 
-    from shardcompile.collectives.transport import gpus
-
-    enough = gpus.are_enough(ranks)
-    if wanted == "nccl" and not enough:
-        found, workaround = torch.cuda.device_count(), f"{gpus.SHARE}=1 lets them share one"
-        parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {found}; {workaround}")
-    if wanted == "auto":
-        return "nccl" if enough else "gloo"
-    return wanted
+    try:
+        return backend_of(wanted, ranks)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 _COMMANDS = {
-    "demo": _demo,
     "calibrate": _calibrate,
     "explain": _explain,
     "diff": _diff,

@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.fx import GraphModule
 
 import shardcompile as sc
-from shardcompile.demo.model import PointTransformer, mean_squared_error
+from examples.poisson.model import PointTransformer, mean_squared_error
 from shardcompile.inspect.offline import offline_world
 
 

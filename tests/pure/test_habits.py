@@ -118,8 +118,12 @@ def test_the_list_of_sources_is_complete() -> None:
 
 
 def developer_code() -> list[Path]:
-    """Every module of tests, tools and benchmarks."""
-    return [path for folder in ("tests", "tools", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    """Every module of tests, tools, benchmarks and examples."""
+    return [
+        path
+        for folder in ("tests", "tools", "benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
 
 
 def test_developer_code_is_imported_by_name() -> None:
@@ -134,11 +138,14 @@ def test_developer_code_is_imported_by_name() -> None:
 
 def test_nothing_depends_on_code_above_it() -> None:
     """The library imports neither tests nor tools, and what tests share imports no tool."""
-    above = re.compile(r"^\s*(from|import) (tests|tools|benchmarks)\b", re.M)
+    above = re.compile(r"^\s*(from|import) (tests|tools|benchmarks|examples)\b", re.M)
     tool = re.compile(r"^\s*(from|import) (tools|benchmarks)\b", re.M)
     assert above.search("x = 1\n    from tests.support import op_db\n") and not tool.search("from tests import zoo")
     assert [p for p in SOURCES if above.search(p.read_text())] == []
     assert [p for p in developer_code() if p.parent.name == "support" and tool.search(p.read_text())] == []
+    passes = re.compile(r"^\s*(from|import) shardcompile\.passes\b", re.M)
+    examples = [p for p in developer_code() if "examples" in p.parts]
+    assert examples and [p for p in examples if passes.search(p.read_text())] == [], "examples need no pass"
 
 
 def test_tests_read_the_list_of_sources() -> None:

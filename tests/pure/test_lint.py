@@ -40,7 +40,6 @@ def test_import_contracts_hold():
         ("ops/pointwise/rule", "redistribute", "Rules know layouts, no tensors"),
         ("dispatch", "passes", "Only the entry points import the passes"),
         ("passes", "planning", "The passes do not know the plans"),
-        ("demo", "passes", "The demo does not import the passes"),
     ],
 )
 def test_import_contracts_can_fail(tmp_path: Path, importer: str, imported: str, contract: str):

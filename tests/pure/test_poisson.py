@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardcompile.demo import poisson
+from examples.poisson import poisson
 
 
 def unit_square(spacing: float) -> poisson.Mesh:

@@ -89,7 +89,7 @@ def test_the_choice_knows_sizes_and_version_alone() -> None:
 
 
 NAMED = re.compile(r"""["'](nccl|gloo)["']""")
-STARTS_RANKS = {"plugin.py", "worker.py", "local_ranks.py", "__main__.py", "ranks.py"}
+STARTS_RANKS = {"plugin.py", "worker.py", "local_ranks.py", "__main__.py", "launch.py"}
 """Files that start ranks, with backends that users name."""
 
 

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
+from examples.poisson.traffic import traffic_of
 from shardcompile.collectives import scratch, wait
 from shardcompile.collectives.halo_exchange import FETCH_HALO, RETURN_HALO, HaloExchange
 from shardcompile.collectives.range_bucket import RANGE_BUCKET, together
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
-from shardcompile.demo.traffic import traffic_of
 from shardcompile.passes import inductor_options
 from shardcompile.sharding import GroupPartition, write_partitions
 from shardcompile.testing import rank, world_size

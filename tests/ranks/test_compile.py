@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.demo.model import PointTransformer, mean_squared_error
+from examples.poisson.model import PointTransformer, mean_squared_error
 from shardcompile.testing import LocalRanks, assert_matches_single_device, mesh, once, rank, world_size
 from tests.support.tiers import often
 

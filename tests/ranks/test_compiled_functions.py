@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.demo.model import relative_l2
+from examples.poisson.model import relative_l2
 from shardcompile.testing import once, rank, world_size
 from tests.support.tiers import often
 

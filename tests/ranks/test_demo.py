@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardcompile.__main__ import main
-from shardcompile.demo.handwritten import handwritten_step
-from shardcompile.demo.launch import RankFailedError, launch
-from shardcompile.demo.ranks import RankResult, Single, Trained
-from shardcompile.demo.run import checks
-from shardcompile.demo.traffic import lower_bound, traffic_of
-from shardcompile.demo.training import gradient_vector, make_batch, make_net, sharded_step, whole_step
+from examples.poisson.__main__ import main
+from examples.poisson.handwritten import handwritten_step
+from examples.poisson.ranks import RankResult, Single, Trained
+from examples.poisson.run import checks
+from examples.poisson.traffic import lower_bound, traffic_of
+from examples.poisson.training import gradient_vector, make_batch, make_net, sharded_step, whole_step
+from shardcompile.launch import RankFailedError, launch
 from shardcompile.testing import rank, world_size
 from tests.support.tiers import often
 
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_ends_all_with_its_traceback() -> None:
 
 
 def run_demo(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardcompile", "demo", *map(str, options)]
+    command = [sys.executable, "-m", "examples.poisson", *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
 
 
@@ -135,5 +135,5 @@ def test_command_runs_and_leaves_report_and_picture(compare: list[str], tmp_path
 def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in [(["--ranks", "0"], "at least 1"), (["--backend", "nccl", "--ranks", "99"], "needs a GPU")]:
         with pytest.raises(SystemExit):
-            main(["demo", *options])
+            main(options)
         assert words in capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 import shardcompile as sc
-from shardcompile.demo.model import PointTransformer, mean_squared_error
+from examples.poisson.model import PointTransformer, mean_squared_error
 from shardcompile.inspect import explain
 from shardcompile.testing import assert_graph, assert_matches_single_device, same_collectives_on_every_rank
 from tests.support.tiers import often

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.demo.model import PointTransformer, relative_l2
-from shardcompile.demo.traffic import traffic_of
+from examples.poisson.model import PointTransformer, relative_l2
+from examples.poisson.traffic import traffic_of
 from shardcompile.passes import inductor_options
 from shardcompile.testing import rank, world_size
 from tests.support.after_passes import graph_after_passes

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 import shardcompile as sc
-from shardcompile.demo.model import PointTransformer
+from examples.poisson.model import PointTransformer
 from shardcompile.inspect.offline import offline_world, trace
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import Collective

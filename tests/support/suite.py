@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.fx import Graph, GraphModule, Node
 
 import shardcompile as sc
-from shardcompile.demo.model import PointTransformer, relative_l2
+from examples.poisson.model import PointTransformer, relative_l2
 from shardcompile.inspect.offline import OfflineWorld, trace_step
 from shardcompile.machines import H100, link_of
 from shardcompile.passes import Pipeline

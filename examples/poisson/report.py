@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from examples.poisson.poisson import Sample
+from examples.poisson.ranks import RankResult, Settings, Trained
+from examples.poisson.traffic import lower_bound
 from shardcompile.inspect.text import columns
-
-from .poisson import Sample
-from .ranks import RankResult, Settings, Trained
-from .traffic import lower_bound
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,6 +27,21 @@ class RankFailedError(RuntimeError):
     """A rank raised an exception, or died."""
 
 
+def backend_of(wanted: str, ranks: int) -> str:
+    """Returns the backend of a process group: ``auto`` is NCCL if there is a GPU for each rank, else gloo.
+
+    Raises:
+        ValueError: NCCL is wanted, and there are too few GPUs.
+    """
+    enough = gpus.are_enough(ranks)
+    if wanted == "nccl" and not enough:
+        found, workaround = torch.cuda.device_count(), f"{gpus.SHARE}=1 lets them share one"
+        raise ValueError(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {found}; {workaround}")
+    if wanted == "auto":
+        return "nccl" if enough else "gloo"
+    return wanted
+
+
 def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
     """Runs `work(argument)` on every rank of a process group, and returns the result of each rank.
 

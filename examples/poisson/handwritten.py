@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from examples.poisson.model import PointTransformer, SliceAttention
+from examples.poisson.training import Batch, Compiler, Step
 from shardcompile.collectives import all_reduce
-
-from .model import PointTransformer, SliceAttention
-from .training import Batch, Compiler, Step
 
 
 def handwritten_step(net: PointTransformer, group: ProcessGroup, compiler: Compiler | None) -> Step:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from examples.poisson.model import PointTransformer, relative_l2
+from examples.poisson.poisson import Array, Sample, make_sample, partition, random_weights
 from shardcompile import ShardTensor
-
-from .model import PointTransformer, relative_l2
-from .poisson import Array, Sample, make_sample, partition, random_weights
 
 LEARNING_RATE = 5e-4
 

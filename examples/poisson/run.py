@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .launch import launch
-from .poisson import owners
-from .ranks import RankResult, Settings, run_rank
-from .report import Check, picture, text_report
+from examples.poisson.poisson import owners
+from examples.poisson.ranks import RankResult, Settings, run_rank
+from examples.poisson.report import Check, picture, text_report
+from shardcompile.launch import launch
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """How far losses and gradients (relative) and parameters (absolute) may be from those of one process.

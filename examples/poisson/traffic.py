@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from examples.poisson.model import PointTransformer
 from shardcompile.testing.watch import CollectiveWatch
-
-from .model import PointTransformer
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardcompile.collectives.transport import device_type
-
-from .handwritten import handwritten_step
-from .model import PointTransformer
-from .poisson import Array
-from .timing import median_times
-from .traffic import Traffic, traffic_of
-from .training import (
+from examples.poisson.handwritten import handwritten_step
+from examples.poisson.model import PointTransformer
+from examples.poisson.poisson import Array
+from examples.poisson.timing import median_times
+from examples.poisson.traffic import Traffic, traffic_of
+from examples.poisson.training import (
     Batch,
     Compiler,
     Step,
@@ -36,6 +34,7 @@ from .training import (
     sharded_step,
     whole_step,
 )
+from shardcompile.collectives.transport import device_type
 
 TIMED_BATCHES, TIMED_ROUNDS = 3, 5
 

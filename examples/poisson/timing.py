@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from .training import Batch, Step
+from examples.poisson.training import Batch, Step
 
 
 def median_times(steps: Mapping[str, Step], batches: Sequence[Batch], rounds: int) -> dict[str, float]:
