@@ -1,8 +1,8 @@
 """The one door to private names of torch. Supported range: 2.11 to 2.15.
 
 Every private name that shardcompile relies on is imported in this folder, with the versions in which it was seen. What
-most of the library needs is named here; modules beside this one serve one part of it. A test asserts that all names
-exist in the installed version, so that an upgrade breaks in one folder with one message.
+most of the library needs is named here; modules beside this one serve one part of it. If a version of torch lacks a
+name, the import fails in this folder, with one message.
 """
 
 from __future__ import annotations
