@@ -45,7 +45,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     if not isinstance(found, NotServed):
         return found
     if not _has_as_many_elements(source, x):
-        return NotServed("the target has more elements than the source")
+        return NotServed(f"{found.reason}, and the target has more elements than the source")
     added = reduced(source)
     layout = added._spec.layout
     partition = layout.partition_of(dim)
@@ -64,12 +64,14 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | 
     if not _matches(source, dim, x):
         return NotServed(_mismatch(source, dim, x))
     column = column_of(index, dim, x.shape)
+    reason = "the index does not name entire rows"
     if column is not None:
         found = combined(x, dim, column, source, aten.scatter_add.default)
         if not isinstance(found, NotServed):
             return found
+        reason = found.reason
     if not _has_as_many_elements(source, x):
-        return NotServed("the target has more elements than the source")
+        return NotServed(f"{reason}, and the target has more elements than the source")
     added = reduced(source)
     local_index = local_shard_in(index, added._spec.layout)
     return _add_into_zeros(
@@ -126,7 +128,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     found = (
         combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
         if _matches(values, dim, x)
-        else NotServed(_mismatch(values, dim, x))
+        else NotServed(_mismatch(values, dim, x, "values"))
     )
     if not accumulate or not isinstance(found, NotServed):
         return found
@@ -230,17 +232,17 @@ def _matches(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
     return not _mismatch(source, dim, x)
 
 
-def _mismatch(source: Tensor, dim: int, x: Tensor) -> str:
-    """Why `_matches` does not hold; empty if it does."""
+def _mismatch(source: Tensor, dim: int, x: Tensor, name: str = "source") -> str:
+    """Why `_matches` does not hold; empty if it does. `name` is what the op calls the source."""
     if not isinstance(source, Sharded) or source._spec.layout.partitions[dim] is None:
-        return "the source is not sharded along the dim"
+        return f"the dim is not sharded in the {name}"
     if x.dtype is not source.dtype:
-        return "source and target differ in dtype"
+        return f"{name} and target differ in dtype"
     if x.dtype is torch.bool:
         return "the dtype is bool"
     others = [d for d in range(x.ndim) if d != dim]
     same = _same([x.shape[d] for d in others], [source.shape[d] for d in others])
-    return "" if same else "source and target differ in size along another dim"
+    return "" if same else f"{name} and target differ in size along another dim"
 
 
 def _has_as_many_elements(source: Tensor, x: Tensor) -> bool:
