@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from shardcompile.collectives import wait
-from shardcompile.sharding import GroupPartition, write_partitions
+from shardcompile.sharding import GroupPartition, write_group_partitions
 
 _ops = torch.ops.shardcompile
 KIB = 2**10
@@ -35,7 +35,7 @@ def _calls(members: int, nbytes: int, imbalance: int) -> dict[str, Call]:
     partitions = [partition(m, rows, imbalance, ranks) for m in range(members)]
     shards = [torch.full([c[me], WIDTH], float(me)) for c in partitions]
     even = torch.zeros([members * rows // ranks, WIDTH])
-    flat = write_partitions([GroupPartition(list(c), 0, []) for c in partitions])
+    flat = write_group_partitions([GroupPartition(list(c), 0, []) for c in partitions])
 
     def bucket() -> torch.Tensor:
         return wait(_ops.all_gather_bucket(shards, [0] * members, [rows] * members, *flat, group))

@@ -1,5 +1,9 @@
 """Finds ranks whose compiled graphs would communicate differently, before they run and hang.
 
+It runs with ``SHARDCOMPILE_VERIFY=1``, or with `config.verify`. Without it, `shardcompile.diagnosis` raises a
+`DivergenceError` when such ranks meet. What makes graphs equal in the first place are decisions by rank-invariant data
+(`shardcompile.dispatch`), and the patches of `shardcompile.compat.compiling`.
+
 Each rank records the collectives of its graph in order: kind, dtype, bytes of the global tensor and reduction. The
 ranks of every process group compare their records through the key-value store of the default process group; nothing is
 sent over the groups themselves. Collectives of another group are included in the comparison if all ranks of this group

@@ -78,7 +78,7 @@ def _make(
     device_type = _device_type(device, mesh)
     layout = requested_layout(mesh, placements, shape, dtype, sharding_shapes)
     with torch.no_grad():
-        if layout.is_traced:
+        if layout.has_symbols:
             tensor = _allocate_in_graph(layout, device_type)
         else:
             local = allocate(layout, device_type)

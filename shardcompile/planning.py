@@ -117,7 +117,7 @@ def find_plan(src: Layout, dst: Layout, *, guard_chunk: bool = True) -> Redistri
         return RedistributionPlan(src, dst, ())
     if has_segments(src) or has_segments(dst):
         return _plan_segments(src, dst)
-    if src.is_traced or dst.is_traced:
+    if src.has_symbols or dst.has_symbols:
         return _search(src, dst, guard_chunk)
     return _search_cached(src, dst)
 

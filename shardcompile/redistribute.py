@@ -105,7 +105,7 @@ def _size_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
 
 
 def _ref(partition: Partition, layout: Layout) -> GroupPartition:
-    return partition.group_ref(_coordinate(layout))
+    return partition.group_partition(_coordinate(layout))
 
 
 def _group(step: Step) -> str:

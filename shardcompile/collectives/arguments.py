@@ -14,10 +14,10 @@ from torch import Tensor
 from shardcompile.sharding import (
     GroupPartition,
     IntLike,
-    read_partition,
-    read_partitions,
-    write_partition,
-    write_partitions,
+    read_group_partition,
+    read_group_partitions,
+    write_group_partition,
+    write_group_partitions,
 )
 from shardcompile.sharding.codec import PARTITION_WIDTH, PARTITIONS_WIDTH, partition_schema, partitions_schema
 
@@ -93,8 +93,8 @@ class Signature(Generic[A]):
 _Part = tuple[int, Callable[[Sequence[Any]], Any], Callable[[Any], Sequence[Any]]]
 _ONE: _Part = (1, lambda arguments: arguments[0], lambda field: (field,))
 _PARTS: dict[Any, _Part] = {
-    GroupPartition: (PARTITION_WIDTH, read_partition, write_partition),
-    list[GroupPartition]: (PARTITIONS_WIDTH, read_partitions, write_partitions),
+    GroupPartition: (PARTITION_WIDTH, read_group_partition, write_group_partition),
+    list[GroupPartition]: (PARTITIONS_WIDTH, read_group_partitions, write_group_partitions),
 }
 """Maps the type of a field to its number of arguments, its reader and its writer."""
 

@@ -23,7 +23,7 @@ from shardcompile.collectives.traffic import even_exchange, of_any_rows
 from shardcompile.collectives.transport import Range
 from shardcompile.compat.own_ops import define_op
 from shardcompile.errors import LayoutError
-from shardcompile.sharding import GroupPartition, IntLike, Partition, write_partition
+from shardcompile.sharding import GroupPartition, IntLike, Partition, write_group_partition
 from shardcompile.sharding.codec import partition_schema
 
 _ops = torch.ops.shardcompile
@@ -90,7 +90,7 @@ def fetch_reached(
         DivergenceError: documents are not the same on every rank.
     """
     held, group_name = _group(partition, mesh)
-    ranges = _ops.ranges_of_documents(ends.detach(), causal, partition.size, *write_partition(held), group_name)
+    ranges = _ops.ranges_of_documents(ends.detach(), causal, partition.size, *write_group_partition(held), group_name)
     return _fetch_rows(rows, ranges, partition, mesh)
 
 
@@ -116,14 +116,14 @@ def fetch_named(
     counts, indices = ([x for x in block_mask[i:6:2] if x is not None] for i in (2, 3))  # of partial and of full blocks
     size = block_mask[-3:-1]
     ranges = _ops.ranges_of_shards(
-        counts, indices, *size, of_query.size, partition.size, *write_partition(held), group_name
+        counts, indices, *size, of_query.size, partition.size, *write_group_partition(held), group_name
     )
     return _fetch_rows(rows, ranges, partition, mesh)
 
 
 def _group(partition: Partition, mesh: DeviceMesh) -> tuple[GroupPartition, str]:
     (mesh_dim,) = partition.mesh_dims
-    return partition.group_ref(compat.coordinate(mesh) or ()), compat.group_name_of(mesh, mesh_dim)
+    return partition.group_partition(compat.coordinate(mesh) or ()), compat.group_name_of(mesh, mesh_dim)
 
 
 def _fetch_rows(rows: Tensor, ranges: Tensor, partition: Partition, mesh: DeviceMesh) -> tuple[Tensor, IntLike]:

@@ -27,7 +27,7 @@ from shardcompile.collectives.routes import (
     partition_of_sizes,
 )
 from shardcompile.compat.own_ops import define_op
-from shardcompile.sharding import GroupPartition, IntLike, Partition, write_partition
+from shardcompile.sharding import GroupPartition, IntLike, Partition, write_group_partition
 from shardcompile.sharding.codec import partition_schema
 
 Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
@@ -173,7 +173,7 @@ def make_gather_plan(
     """
     (mesh_dim,) = partition.mesh_dims
     group_name, coordinate = compat.group_name_of(mesh, mesh_dim), compat.coordinate(mesh)
-    ref = write_partition(partition.group_ref(coordinate or ()))
+    ref = write_group_partition(partition.group_partition(coordinate or ()))
     counts, distinct, local_indices, place = _ops.name_rows(index, partition.size, *ref, group_name, wraps, may_miss)
     rule = f"{call}: index out of range: indices must be less than the number of rows"
     asked = gather_counts(counts, group_name, rule)

@@ -74,7 +74,7 @@ def nearest(
     else:
         assert mesh is not None, "a partition needs its mesh"
         (mesh_dim,) = partition.mesh_dims
-        ref = partition.group_ref(compat.coordinate(mesh) or ())
+        ref = partition.group_partition(compat.coordinate(mesh) or ())
         group_name = compat.group_name_of(mesh, mesh_dim)
         arguments = Nearest(points, queries, count, reach, partition.size, ref, group_name)
         found = wait(NEAREST.call(arguments))

@@ -123,7 +123,7 @@ class Reads:
     def _arguments(self, x: Tensor, shard: IntLike, fill: float) -> Ranges:
         (mesh_dim,) = self.held.mesh_dims
         coordinate = compat.coordinate(self.mesh) or ()
-        src, dst = (c.group_ref(coordinate) for c in (self.held, self.partition))
+        src, dst = (c.group_partition(coordinate) for c in (self.held, self.partition))
         w = self.window
         reach = [self.partition.size, w.num, w.den, w.before, w.after]
         group_name = compat.group_name_of(self.mesh, mesh_dim)

@@ -86,7 +86,7 @@ class Ring:
         (mesh_dim,) = partition.mesh_dims
         self.ranks = mesh.shape[mesh_dim]
         self._partition, self._mesh, self._around = partition, mesh, around
-        self._held = partition.group_ref(compat.coordinate(mesh) or ())
+        self._held = partition.group_partition(compat.coordinate(mesh) or ())
         self._group_name = compat.group_name_of(mesh, mesh_dim)
 
     def shard(self, by: int) -> tuple[IntLike, IntLike]:

@@ -36,7 +36,7 @@ from shardcompile.collectives.traffic import (
 from shardcompile.compat.own_ops import define_op
 from shardcompile.diagnosis import Call, enter
 from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
-from shardcompile.sharding import GroupPartition, IntLike, Partition, digest_of, write_partition
+from shardcompile.sharding import GroupPartition, IntLike, Partition, digest_of, write_group_partition
 from shardcompile.sharding.codec import partition_schema
 
 _NOMINAL_ROWS = 64
@@ -146,9 +146,9 @@ def shard_starts(partition: Partition, mesh: DeviceMesh) -> Tensor:
     An op, since a graph knows only the local shard size.
     """
     (mesh_dim,) = partition.mesh_dims
-    ref = partition.group_ref(compat.coordinate(mesh) or ())
+    ref = partition.group_partition(compat.coordinate(mesh) or ())
     group_name = compat.group_name_of(mesh, mesh_dim)
-    return _ops.shard_starts(partition.size, *write_partition(ref), group_name)
+    return _ops.shard_starts(partition.size, *write_group_partition(ref), group_name)
 
 
 def partition_of_sizes(

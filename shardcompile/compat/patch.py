@@ -1,4 +1,7 @@
-"""Patches of torch as objects: each has a name, a reason, and the versions that need it."""
+"""Patches of torch as objects: each has a name, a reason, and the versions that need it.
+
+`patches` lists those of a compilation. `leave_out` switches one off by its name, for tests.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ from shardcompile.compat.scheduling import (
     reads_after_writes,
 )
 from shardcompile.compat.shard_symbols import name_symbols_of_shards
-from shardcompile.compat.slices import PARTS_TO_THE_END, SLICES_BY_FORMULA
+from shardcompile.compat.slice_sizes import PARTS_TO_THE_END, SLICES_BY_FORMULA
 from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 

@@ -62,7 +62,7 @@ def refuse_on_all_ranks(record: OpRecord, args: Sequence[object], kwargs: Mappin
 
 def _is_empty_somewhere(x: Tensor) -> bool:
     """Whether some rank has an empty shard of a tensor that is not empty."""
-    if not isinstance(x, Sharded) or x._spec.layout.is_traced or type(stored_shard(x)) is not Tensor:
+    if not isinstance(x, Sharded) or x._spec.layout.has_symbols or type(stored_shard(x)) is not Tensor:
         return False
     return 0 not in x.shape and any(c is not None and 0 in c.sizes for c in x._spec.layout.partitions)
 

@@ -119,7 +119,7 @@ def choose(
 
 def _finalized(choice: Choice) -> Choice:
     """Replaces the plans of a traced choice, made for their costs without guards, by ones that may install guards."""
-    if not any(p.src.is_traced or p.dst.is_traced for p in choice.plans):
+    if not any(p.src.has_symbols or p.dst.has_symbols for p in choice.plans):
         return choice
     return replace(choice, plans=tuple(find_plan(p.src, p.dst) for p in choice.plans))
 

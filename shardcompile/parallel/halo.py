@@ -14,7 +14,7 @@ from shardcompile.collectives import Pending, derive, shard_size
 from shardcompile.collectives.halo_exchange import FETCH_HALO, HaloExchange
 from shardcompile.errors import LayoutError
 from shardcompile.ops.support.sharded_rows import take_rows
-from shardcompile.sharding import IntLike, Layout, Partition, write_partition
+from shardcompile.sharding import IntLike, Layout, Partition, write_group_partition
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.aligned_rows import on_mesh, wrapped
 from shardcompile.tensor.autograd import ToLocal, redistributed
@@ -128,7 +128,7 @@ class _DimHalo:
         if not (self.before or self.after) and self.fill is not None:
             return x
         (mesh_dim,) = self.partition.mesh_dims
-        held = self.partition.group_ref(compat.coordinate(self.mesh) or ())
+        held = self.partition.group_partition(compat.coordinate(self.mesh) or ())
         size, extended_size = self.partition.size, self.extended_size
         assert extended_size is not None, "the dim is sharded"
         group_name = compat.group_name_of(self.mesh, mesh_dim)
@@ -138,7 +138,7 @@ class _DimHalo:
         window = [size, 1, 1, self.before, self.after]
         derivation, arguments = ("nonempty_halo", window[3:]) if self.fill is None else ("window", [*window, 0])
         fetched = derive(derivation, [self.partition], arguments, size, self.mesh)[1]
-        partition = write_partition(held)
+        partition = write_group_partition(held)
         flat = torch.ops.shardcompile.fetch_ranges(
             x, self.dim, size, fetched, *partition, *partition, window, self.fill, group_name
         )

@@ -1,14 +1,14 @@
 """Layouts: pure, rank-invariant descriptions of how a tensor is sharded over a mesh."""
 
+from shardcompile.sharding.codec import PartitionMetadata as PartitionMetadata
 from shardcompile.sharding.codec import PlainPartition as PlainPartition
-from shardcompile.sharding.codec import StaticPart as StaticPart
-from shardcompile.sharding.codec import read_partition as read_partition
-from shardcompile.sharding.codec import read_partitions as read_partitions
+from shardcompile.sharding.codec import read_group_partition as read_group_partition
+from shardcompile.sharding.codec import read_group_partitions as read_group_partitions
 from shardcompile.sharding.codec import read_plain as read_plain
 from shardcompile.sharding.codec import read_sizes as read_sizes
 from shardcompile.sharding.codec import trace_key as trace_key
-from shardcompile.sharding.codec import write_partition as write_partition
-from shardcompile.sharding.codec import write_partitions as write_partitions
+from shardcompile.sharding.codec import write_group_partition as write_group_partition
+from shardcompile.sharding.codec import write_group_partitions as write_group_partitions
 from shardcompile.sharding.codec import write_plain as write_plain
 from shardcompile.sharding.codec import write_sizes as write_sizes
 from shardcompile.sharding.derivations import DERIVATIONS as DERIVATIONS

@@ -1,11 +1,11 @@
-"""The only module that takes partitions apart: into op arguments, metadata of graphs, and plain data for pickles.
+"""Writes partitions as other data and reads them back: as op arguments, metadata of graphs, and plain data for pickles.
 
 * As arguments of a collective, a partition is the shard sizes of one process group: three arguments, shard sizes, a key
   and a grouping; see `GroupPartition`. A list of partitions takes four: all sizes, all keys and all groupings, each
   concatenated, and lengths. The lengths state for each partition how many entries of the sizes and of the groupings
   belong to it.
 * As arguments of an op that derives a partition from others, it is a list of ints that begins with a tag.
-* In the metadata of a graph's input, it is a `StaticPart`, beside which a tensor carries symbols into the graph.
+* In the metadata of a graph's input, it is a `PartitionMetadata`, beside which a tensor carries symbols into the graph.
 * In a checkpoint, it is its kind, mesh dims and sizes.
 
 In a graph, some of these integers are nodes.
@@ -43,17 +43,17 @@ def partitions_schema() -> str:
     return "SymInt[] sizes, SymInt[] keys, SymInt[] groupings, int[] lengths"
 
 
-def write_partition(partition: GroupPartition) -> tuple[list[int], IntLike, list[IntLike]]:
+def write_group_partition(partition: GroupPartition) -> tuple[list[int], IntLike, list[IntLike]]:
     """Encodes a partition as op arguments."""
     return partition.sizes, partition.key, partition.grouping
 
 
-def read_partition(arguments: Sequence[Any]) -> GroupPartition:
-    """Decodes a partition from the three arguments of `write_partition`."""
+def read_group_partition(arguments: Sequence[Any]) -> GroupPartition:
+    """Decodes a partition from the three arguments of `write_group_partition`."""
     return GroupPartition(*arguments)
 
 
-def write_partitions(partitions: Sequence[GroupPartition]) -> tuple[list[Any], list[Any], list[Any], list[int]]:
+def write_group_partitions(partitions: Sequence[GroupPartition]) -> tuple[list[Any], list[Any], list[Any], list[int]]:
     """Encodes a list of partitions as op arguments."""
     sizes = [s for p in partitions for s in p.sizes]
     groupings = [n for p in partitions for n in p.grouping]
@@ -65,8 +65,8 @@ def write_partitions(partitions: Sequence[GroupPartition]) -> tuple[list[Any], l
     )
 
 
-def read_partitions(arguments: Sequence[Any]) -> list[GroupPartition]:
-    """Decodes the partitions from the four arguments of `write_partitions`."""
+def read_group_partitions(arguments: Sequence[Any]) -> list[GroupPartition]:
+    """Decodes the partitions from the four arguments of `write_group_partitions`."""
     sizes, keys, groupings, lengths = arguments
     partitions: list[GroupPartition] = []
     i = j = 0
@@ -119,11 +119,13 @@ def read_sizes(code: Sequence[int], parts: Sequence[int]) -> list[tuple[int, ...
 # Metadata of a graph's inputs
 
 _CARRIED = 0
-"""The placeholder of a symbolic number in a `StaticPart`."""
+"""The placeholder of a symbolic number in a `PartitionMetadata`."""
 
 
-class StaticPart(NamedTuple):
-    """The part of a partition that a graph is specialised on: all but the global size and dynamic shard sizes.
+class PartitionMetadata(NamedTuple):
+    """The part of a partition that a graph is specialised on, in the metadata of `__tensor_flatten__`.
+
+    The global size, the local size, the key and symbolic numbers are not in it: a graph has them as sizes of tensors.
 
     Attributes:
         dim: the tensor dim.
@@ -144,13 +146,13 @@ class StaticPart(NamedTuple):
     num_segments: IntLike
 
     @staticmethod
-    def of(dim: int, partition: Partition) -> StaticPart:
+    def of(dim: int, partition: Partition) -> PartitionMetadata:
         """Returns the static part of the partition of a tensor dim."""
         numbers = (partition.trace.scale, partition.num_segments)
         scale, num_segments = (n if isinstance(n, int) else _CARRIED for n in numbers)
         sizes = partition.sizes if partition.kind == "fixed" else ()
         kind, mesh_dims = partition.kind, partition.mesh_dims
-        return StaticPart(dim, kind, mesh_dims, partition.trace.coarsening, scale, sizes, num_segments)
+        return PartitionMetadata(dim, kind, mesh_dims, partition.trace.coarsening, scale, sizes, num_segments)
 
     @property
     def num_symbols(self) -> int:
@@ -162,7 +164,7 @@ class StaticPart(NamedTuple):
         pairs = ((partition.trace.scale, self.scale), (partition.num_segments, self.num_segments))
         return [number for number, static in pairs if static == _CARRIED]
 
-    def with_symbols(self, symbols: Iterator[IntLike]) -> StaticPart:
+    def with_symbols(self, symbols: Iterator[IntLike]) -> PartitionMetadata:
         """Returns the static part with the next symbols in place of its placeholders."""
         scale, num_segments = (next(symbols) if n == _CARRIED else n for n in (self.scale, self.num_segments))
         return self._replace(scale=scale, num_segments=num_segments)

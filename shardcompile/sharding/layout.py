@@ -43,7 +43,7 @@ class Layout:
         shape: the global shape.
         dtype: the dtype.
         partitions: for each tensor dim its `Partition`, or None if the dim is not sharded.
-        is_traced: whether the layout holds symbols.
+        has_symbols: whether the layout holds symbols.
         identity: all that the layout holds, hashable and comparable: the key of caches of what depends on more than
             `==` compares; None if the layout holds symbols.
     """
@@ -52,8 +52,8 @@ class Layout:
         "__weakref__",
         "_epoch",
         "dtype",
+        "has_symbols",
         "identity",
-        "is_traced",
         "mesh",
         "partitions",
         "placements",
@@ -65,7 +65,7 @@ class Layout:
     shape: tuple[IntLike, ...]
     dtype: torch.dtype
     partitions: tuple[Partition | None, ...]
-    is_traced: bool
+    has_symbols: bool
     identity: tuple[Any, ...] | None
     _epoch: int
 
@@ -83,7 +83,7 @@ class Layout:
         fix = object.__setattr__
         for name, value in zip(_PARTS, parts, strict=True):
             fix(self, name, value)
-        fix(self, "is_traced", traced)
+        fix(self, "has_symbols", traced)
         epoch = world_epoch()
         fix(self, "_epoch", epoch)
         identity = None if traced else (*parts[:4], tuple([p and p.identity for p in parts[4]]), epoch)
@@ -149,7 +149,7 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout) or self.is_traced or other.is_traced:
+        if not isinstance(other, Layout) or self.has_symbols or other.has_symbols:
             return False
         return (
             self.shape == other.shape
@@ -161,7 +161,7 @@ class Layout:
         )
 
     def __hash__(self) -> int:
-        if self.is_traced:
+        if self.has_symbols:
             return object.__hash__(self)
         return hash((self.mesh, self.placements, self.shape, self.dtype, self.partitions))
 

@@ -1,12 +1,9 @@
 """`Partition`: how one tensor dim is divided into shards over one or several mesh dims.
 
-A partition is rank-invariant: it holds the sizes of *all* shards. It has three parts:
-
-* its value: the mesh dims, and the shard sizes in each segment. Partitions with equal values are equal;
-* its `TraceState`: how a graph refers to these sizes;
-* its `Provenance`: what it was derived from, and why it was chosen.
-
-There are three kinds, which differ while tracing:
+A partition is rank-invariant: it holds the sizes of *all* shards. Its value is mesh dims and shard sizes; partitions
+with equal values are equal. Besides, it has a `TraceState`, which is how a graph refers to these sizes, and a
+`Provenance`, which is what it was derived from and why it was chosen. Its kind is one of three, which differ while
+tracing:
 
 * ``chunk``: the shard sizes follow from the global size as in `torch.chunk`, times `TraceState.scale`. The global size
   may be symbolic.
@@ -43,7 +40,7 @@ Kind = Literal["chunk", "fixed", "dynamic"]
 
 @dataclass(frozen=True)
 class TraceState:
-    """How a graph refers to the shard sizes of a partition.
+    """How a graph refers to the shard sizes of a partition; eager code has the key and the scale as well.
 
     Attributes:
         key: an integer that identifies shard sizes inside a graph; `CHUNK_KEY` for a chunk partition.
@@ -397,7 +394,7 @@ class Partition:
         base = tuple(n // self.trace.scale for n in self.known_sizes)  # type: ignore[misc]
         return replace(self, kind="dynamic", trace=replace(self.trace, key=key_of(base, self.parts)))
 
-    def group_ref(self, coordinate: Sequence[int]) -> GroupPartition:
+    def group_partition(self, coordinate: Sequence[int]) -> GroupPartition:
         """Returns the arguments of a collective over the innermost mesh dim for the group at a mesh coordinate."""
         self.check_one_segment()
         count = self.parts[-1]

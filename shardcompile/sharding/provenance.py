@@ -53,7 +53,7 @@ class Provenance:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether `moved_from` or `indexed_rows` contain symbols of a trace."""
+        """Whether `moved_from` or `indexed_rows` contain symbols. A static partition keeps no slice with symbols."""
         partitions = [p for p in (self.moved_from, self.indexed_rows) if p is not None]
         return any(isinstance(p.size, torch.SymInt) or p.has_symbols for p in partitions)
 

@@ -14,7 +14,7 @@ from shardcompile.compat.sizes import IntLike as IntLike
 from shardcompile.errors import LayoutError
 
 CHUNK_KEY = 0
-"""The key of every partition whose sizes are those of torch.chunk."""
+"""The key of a chunk partition, whose sizes follow from the global size. Those of dynamic partitions are hashes."""
 
 _KEY_BASE = 1 << 60
 _TABLE_LIMIT = 1 << 24  # total number of shard sizes in the table, 128 MiB; the least recently used are evicted
@@ -118,19 +118,19 @@ def lookup_sizes(key: int) -> tuple[int, ...] | None:
     return _TABLE.find(key)
 
 
-def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
+def sizes_of_key(key: int, coarsening: int = 1, scale: int = 1) -> tuple[int, ...]:
     """Returns all shard sizes of the dynamic partition with this key.
 
     Args:
-        key: the key, as in `Partition`.
-        inner: number of adjacent shards of the key that form one shard, as in `Partition`.
-        scale: number of elements per element of the key's sizes, as in `Partition`.
+        key: the key, as in `TraceState`.
+        coarsening: number of adjacent shards of the key that form one shard, as in `TraceState`.
+        scale: number of elements per element of the key's sizes, as in `TraceState`.
 
     Raises:
         LayoutError: the key is unknown in this process.
     """
     base = _TABLE.sizes_of(key)
-    return tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
+    return tuple(sum(base[i : i + coarsening]) * scale for i in range(0, len(base), coarsening))
 
 
 @dataclass(frozen=True)

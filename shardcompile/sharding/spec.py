@@ -30,8 +30,8 @@ class TensorMeta(NamedTuple):
 class Spec:
     """A `Layout` and the strides of the global tensor. Immutable, hashable and interned.
 
-    Dispatch caches its decisions by specs. So specs are equal if they hold the same in all respects: with the same
-    `Layout.identity`, while layouts may be equal without.
+    Dispatch caches its decisions by specs. So specs are equal if they hold the same in all respects, also the kind,
+    `TraceState` and `Provenance` of partitions (`Layout.identity`), which layouts ignore when they are compared.
 
     Attributes:
         layout: the layout.
@@ -48,7 +48,7 @@ class Spec:
     is_plain: bool
 
     def __init__(self, layout: Layout, stride: tuple[IntLike, ...]) -> None:
-        plain = not layout.is_traced and all(type(s) is int for s in stride)
+        plain = not layout.has_symbols and all(type(s) is int for s in stride)
         fix = object.__setattr__
         fix(self, "layout", layout)
         fix(self, "stride", stride)

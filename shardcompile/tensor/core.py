@@ -195,7 +195,7 @@ class ShardTensor(Traced):
         for before, after in zip(layout.placements, wanted, strict=True):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {layout.describe()} to {list(wanted)}")
-        partitions = construct.stated_partitions(layout, wanted, sharding_shapes, fixed=layout.is_traced)
+        partitions = construct.stated_partitions(layout, wanted, sharding_shapes, fixed=layout.has_symbols)
         return redistributed(
             with_contiguous_shards(self), target_layout(layout, wanted, partitions), async_op, backward_dtype
         )
@@ -288,7 +288,7 @@ class ShardTensor(Traced):
             UnsupportedOpError: inside a compiled function, where one graph serves every partition.
         """
         layout = self.sharding
-        if layout.is_traced:
+        if layout.has_symbols:
             raise UnsupportedOpError(
                 f"offsets() of {layout.describe()} inside a compiled function: one graph serves every partition, so "
                 "the offsets of this rank's local shard are not constants of it. Call it outside and pass "
@@ -315,10 +315,10 @@ class ShardTensor(Traced):
             grad = f", grad_fn=<{self.grad_fn.name()}>"
         layout, local = self._spec.layout, self.__dict__.get("_local_tensor")
         segments = "" if not has_segments(layout) else ", in segments"
-        if not layout.is_traced:  # in a trace the graph would get nodes
+        if not layout.has_symbols:  # in a trace the graph would get nodes
             layout = layout_with_contiguous_shards(layout)
         # repr neither waits for a collective in flight, nor asks for the rank while tracing.
-        if local is None or (segments and not layout.is_traced):
+        if local is None or (segments and not layout.has_symbols):
             shard = layout.local_shape(compat.coordinate(layout.mesh))
         else:
             shard = tuple(local.shape)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
 from shardcompile.collectives import note_partition
-from shardcompile.sharding import IntLike, Layout, Partition, Spec, StaticPart, cached_for_layouts, order_of
+from shardcompile.sharding import IntLike, Layout, Partition, PartitionMetadata, Spec, cached_for_layouts, order_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Metadata:
     mesh: Any
     placements: tuple[Placement, ...]
     dtype: torch.dtype
-    partitions: tuple[StaticPart, ...]
+    partitions: tuple[PartitionMetadata, ...]
     epoch: int
     copied: bool = False
     """Whether the tensor is a copied view: its local shard is a copy of a part of its base."""
@@ -80,7 +80,7 @@ def intern_metadata(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     dtype: torch.dtype,
-    partitions: tuple[StaticPart, ...],
+    partitions: tuple[PartitionMetadata, ...],
     copied: bool = False,
 ) -> Metadata:
     """Returns the interned metadata with these fields."""
@@ -90,7 +90,7 @@ def intern_metadata(
 
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
     """Returns the metadata of a layout; `copied` says whether the tensor is a copied view."""
-    partitions = tuple(StaticPart.of(d, p) for d, p in enumerate(layout.partitions) if p is not None)
+    partitions = tuple(PartitionMetadata.of(d, p) for d, p in enumerate(layout.partitions) if p is not None)
     return intern_metadata(layout.mesh, layout.placements, layout.dtype, partitions, copied)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 import shardcompile as sc
 from shardcompile.collectives import scratch, wait
-from shardcompile.sharding import GroupPartition, write_partitions
+from shardcompile.sharding import GroupPartition, write_group_partitions
 from shardcompile.testing import mesh, once, rank, world_size
 from tests.support.sources import SOURCES
 
@@ -71,12 +71,12 @@ def _routed() -> None:
 
 def _in_buckets() -> None:
     group, partitions = mesh().get_group(0).group_name, [GroupPartition(s, 0, []) for s in (SIZES, [1, 4, 2])]
-    ends, mine = write_partitions(partitions), [c.sizes[rank()] for c in partitions]
+    ends, mine = write_group_partitions(partitions), [c.sizes[rank()] for c in partitions]
     shards = [torch.ones(n, 50) for n in mine]
     wait(_ops.all_gather_bucket(shards, [0, 0], [7, 7], *ends, group))
     wait(_ops.all_gather_bucket([shards[0].T, shards[1]], [1, 0], [7, 7], *ends, group))
     wait(_ops.reduce_scatter_bucket([torch.ones(7, 50)] * 2, [0, 0], mine, "sum", *ends, group))
-    turns = write_partitions([partitions[0], GroupPartition([10, 10, 30], 0, [])])
+    turns = write_group_partitions([partitions[0], GroupPartition([10, 10, 30], 0, [])])
     wait(_ops.all_to_all_bucket([shards[0]], [0, 1], [7, [10, 10, 30][rank()]], *turns, group))
 
 

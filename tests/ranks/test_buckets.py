@@ -20,7 +20,7 @@ from shardcompile.collectives.halo_exchange import FETCH_HALO, RETURN_HALO, Halo
 from shardcompile.collectives.range_bucket import RANGE_BUCKET, together
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.passes import inductor_options
-from shardcompile.sharding import GroupPartition, write_partitions
+from shardcompile.sharding import GroupPartition, write_group_partitions
 from shardcompile.testing import rank, world_size
 from tests.support.after_passes import graph_after_passes
 from tests.support.sent import Sent
@@ -57,7 +57,7 @@ def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
         shards.append(values([s if s >= 0 else sizes[rank()] for s in shape] + width, dtype, 10 * n + rank()))
         totals.append(sum(sizes))
         singles.append(wait(_ops.all_gather_v(shards[-1], dim, totals[-1], sizes, 0, [], group_name())))
-    partitions = write_partitions([GroupPartition(sizes, 0, []) for sizes in SIZES[world_size()]])
+    partitions = write_group_partitions([GroupPartition(sizes, 0, []) for sizes in SIZES[world_size()]])
     flat = wait(_ops.all_gather_bucket(shards, [d for d, _ in SHAPES], totals, *partitions, group_name()))
     start = 0
     for single in singles:
@@ -73,7 +73,7 @@ def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
 def test_what_is_conjugated_lazily_is_sent_as_it_reads(members: int) -> None:
     sizes = SIZES[world_size()][0]
     shards = [values([sizes[rank()], 8], torch.complex64, n) * (1 + rank() * 1j) for n in range(members)]
-    partitions = write_partitions([GroupPartition(sizes, 0, [])] * members)
+    partitions = write_group_partitions([GroupPartition(sizes, 0, [])] * members)
     ends = [0] * members, [sum(sizes)] * members
     lazy = wait(_ops.all_gather_bucket([b.conj() for b in shards], *ends, *partitions, group_name()))
     plain = wait(_ops.all_gather_bucket([b.conj().resolve_conj() for b in shards], *ends, *partitions, group_name()))
@@ -88,7 +88,7 @@ def test_reduce_scatters(reduce_op: str) -> None:
         terms.append(values([s if s >= 0 else sum(sizes) for s in shape], torch.float32, 10 * n + rank()))
         shards.append(sizes[rank()])
         singles.append(wait(_ops.reduce_scatter_v(terms[-1], dim, shards[-1], reduce_op, sizes, 0, [], group_name())))
-    partitions = write_partitions([GroupPartition(sizes, 0, []) for sizes in SIZES[world_size()]])
+    partitions = write_group_partitions([GroupPartition(sizes, 0, []) for sizes in SIZES[world_size()]])
     dims = [d for d, _ in SHAPES]
     flat = wait(_ops.reduce_scatter_bucket(terms, dims, shards, reduce_op, *partitions, group_name()))
     assert torch.equal(flat, torch.cat(singles))
@@ -104,7 +104,7 @@ def test_all_to_alls() -> None:
         dims += arguments[:2]
         sizes += arguments[2:]
         partitions += [GroupPartition(src, 0, []), GroupPartition(dst, 0, [])]
-    flat = wait(_ops.all_to_all_bucket(shards, dims, sizes, *write_partitions(partitions), group_name()))
+    flat = wait(_ops.all_to_all_bucket(shards, dims, sizes, *write_group_partitions(partitions), group_name()))
     assert torch.equal(flat, torch.cat(singles))
 
 
@@ -168,7 +168,7 @@ def test_several_at_once_do_not_share_memory() -> None:
         for n in range(5):
             wholes = [values([sum(s), 100], torch.float64, 100 * repeat + 10 * n + i) for i, s in enumerate(rows)]
             shards = [w.split(s)[me] for w, s in zip(wholes, rows, strict=True)]
-            partitions = write_partitions([GroupPartition(s, 0, []) for s in rows])
+            partitions = write_group_partitions([GroupPartition(s, 0, []) for s in rows])
             totals = [sum(s) for s in rows]
             started.append(_ops.all_gather_bucket(shards, [0, 0], totals, *partitions, group_name()))
             expected.append(torch.cat([w.flatten() for w in wholes]))
@@ -190,7 +190,7 @@ def test_the_memory_of_members_stays_theirs() -> None:
     for _ in range(3):
         wait(
             _ops.all_gather_bucket(
-                [x], [0], [2 * rows], *write_partitions([GroupPartition([rows, rows], 0, [])]), group_name()
+                [x], [0], [2 * rows], *write_group_partitions([GroupPartition([rows, rows], 0, [])]), group_name()
             )
         )
         wait(_ops.reduce_scatter_v(torch.ones(2 * rows), 0, rows, "sum", [rows, rows], 0, [], group_name()))

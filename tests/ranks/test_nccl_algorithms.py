@@ -15,7 +15,7 @@ from shardcompile.collectives import all_gather_v, reduce_scatter_v, transport, 
 from shardcompile.collectives.transport.nccl import Nccl
 from shardcompile.collectives.transport.nccl_algorithms import Algorithm
 from shardcompile.diagnosis.recorded_calls import Call
-from shardcompile.sharding import GroupPartition, write_partitions
+from shardcompile.sharding import GroupPartition, write_group_partitions
 from shardcompile.testing import rank, world_size
 
 _ops = torch.ops.shardcompile
@@ -98,7 +98,7 @@ def test_buckets_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = [t.split(list(c.sizes))[rank()] for t, c in zip(terms[0], partitions, strict=True)]
     for way in (Algorithm.BALANCED, Algorithm.SENDS):
         _in_place_of_gloos(monkeypatch).fixed = way
-        totals, ends = [sum(c.sizes) for c in partitions], write_partitions(partitions)
+        totals, ends = [sum(c.sizes) for c in partitions], write_group_partitions(partitions)
         gathered = wait(_ops.all_gather_bucket(shards, [0, 0], totals, *ends, group.group_name))
         assert torch.equal(gathered, torch.cat([t.view(-1) for t in terms[0]]))
         reduced = wait(_ops.reduce_scatter_bucket(terms[rank()], [0, 0], mine, "sum", *ends, group.group_name))

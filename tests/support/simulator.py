@@ -193,7 +193,7 @@ def _check_what_ranks_are_told(layout: Layout, mesh_dim: int, group: Sequence[Co
     partition = layout.partition_of(dim)
     sizes = tuple(layout.local_shape(c)[dim] for c in group)
     for c in group:
-        ref = partition.group_ref(c)
+        ref = partition.group_partition(c)
         told = GroupPartition.resolve(int(sum(sizes)), ref.sizes, int(ref.key), ref.grouping, len(group))
         assert told == sizes, f"{c} is told {told}, but the group holds {sizes}"
 

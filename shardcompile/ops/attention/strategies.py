@@ -121,7 +121,7 @@ class AttentionCall:
 def choose_strategy(call: AttentionCall) -> AttentionStrategy:
     """Returns the strategy that `shardcompile.config.attention` names, or the one with the lowest cost."""
     settings = config.attention_settings()
-    if any(x.is_traced for x in call.layouts):
+    if any(x.has_symbols for x in call.layouts):
         return _choose(call, settings)
     return _choose_cached(settings, call.has_mask, call.causal, call.backward, *call.layouts)
 

@@ -45,7 +45,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     if not isinstance(found, NotServed):
         return found
     if not _has_as_many_elements(source, x):
-        return NotServed(f"{found.reason}, and the target has more elements than the source")
+        return NotServed(_both(found.reason, "the target has more elements than the source"))
     added = reduced(source)
     layout = added._spec.layout
     partition = layout.partition_of(dim)
@@ -71,7 +71,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | 
             return found
         reason = found.reason
     if not _has_as_many_elements(source, x):
-        return NotServed(f"{reason}, and the target has more elements than the source")
+        return NotServed(_both(reason, "the target has more elements than the source"))
     added = reduced(source)
     local_index = local_shard_in(index, added._spec.layout)
     return _add_into_zeros(
@@ -125,10 +125,11 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     else:
         index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
     reduce: Reduction = "sum" if accumulate else "any"
+    mismatch = _mismatch(values, dim, x).replace("source", "values")
     found = (
-        combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
-        if _matches(values, dim, x)
-        else NotServed(_mismatch(values, dim, x, "values"))
+        NotServed(mismatch)
+        if mismatch
+        else combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
     )
     if not accumulate or not isinstance(found, NotServed):
         return found
@@ -232,17 +233,22 @@ def _matches(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
     return not _mismatch(source, dim, x)
 
 
-def _mismatch(source: Tensor, dim: int, x: Tensor, name: str = "source") -> str:
-    """Why `_matches` does not hold; empty if it does. `name` is what the op calls the source."""
+def _both(reason: str, other: str) -> str:
+    """Joins two reasons."""
+    return f"{reason}, and {other}"
+
+
+def _mismatch(source: Tensor, dim: int, x: Tensor) -> str:
+    """Why `_matches` does not hold; empty if it does."""
     if not isinstance(source, Sharded) or source._spec.layout.partitions[dim] is None:
-        return f"the dim is not sharded in the {name}"
+        return "the dim is not sharded in the source"
     if x.dtype is not source.dtype:
-        return f"{name} and target differ in dtype"
+        return "source and target differ in dtype"
     if x.dtype is torch.bool:
         return "the dtype is bool"
     others = [d for d in range(x.ndim) if d != dim]
     same = _same([x.shape[d] for d in others], [source.shape[d] for d in others])
-    return "" if same else f"{name} and target differ in size along another dim"
+    return "" if same else "source and target differ in size along another dim"
 
 
 def _has_as_many_elements(source: Tensor, x: Tensor) -> bool:

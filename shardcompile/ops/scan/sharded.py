@@ -208,7 +208,7 @@ def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor 
         partition = layout.partitions[dim]
         if partition is not None and len(partition.mesh_dims) == 1:
             group = compat.group_name_of(layout.mesh, partition.mesh_dims[0])
-            held = partition.group_ref(compat.coordinate(layout.mesh) or ())
+            held = partition.group_partition(compat.coordinate(layout.mesh) or ())
             rows = HaloExchange(local, dim, shift, -shift, layout.shape[dim], local.shape[dim], held, group)
             local = FETCH_HALO.start(rows).wait()
     out = wrap(x, local, layout, compat.retrace(meta.stride()))

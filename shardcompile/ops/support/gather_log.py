@@ -1,4 +1,9 @@
-"""The log of gathers: ops that run on full tensors, and inputs that the chosen strategy of an op replicates."""
+"""The log of gathers: ops that run on full tensors, and inputs that the chosen strategy of an op replicates.
+
+`shardcompile.dispatch.gather` logs the former, `log_replicated` the latter; `shardcompile.dispatch.run` states with
+`unserved` why a sharded decomposition did not serve. ``logging.getLogger("shardcompile").setLevel(logging.INFO)`` shows
+the lines.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Slices along a sharded dim, their gradients, and writes to them: every row stays on its rank.
 
 The partition of the result follows from that of the input (`shardcompile.sharding.derivations`), and each rank works on
-rows of its local shard.
+rows of its local shard. Nothing is sent. In a trace the op `derive_partition` computes the partition
+(`shardcompile.collectives.derived_partitions`), and its sizes are unbacked. Slices along other dims, and slices of all
+rows, are served by the rule.
 """
 
 from __future__ import annotations
