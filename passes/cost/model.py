@@ -118,7 +118,7 @@ class CostModel:
         return self.price(c, labels).seconds
 
     def price(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> Price:
-        """Returns the cost of a collective, such as an all-gather.
+        """Returns the cost of a collective, such as `all_gather_v`: its predicted time, in parts.
 
         The bytes come from `Descriptor.traffic` (the formulas are in `shardcompile.collectives.traffic`), the seconds
         from `price_of`.

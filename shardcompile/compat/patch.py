@@ -1,6 +1,7 @@
 """Patches of torch as objects: each has a name, a reason, and the versions that need it.
 
-`patches` lists those of a compilation. `leave_out` switches one off by its name, for tests.
+A new one is stated in the module that it belongs to, and listed in `patches` if it holds during a compilation; one that
+stays until the process ends is put in by `put_in_for_good`. `leave_out` switches one off by its name, for tests.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
 class _SizeTable:
     """Maps keys to shard sizes, so that an op inside a compiled graph can look up the partition it is called with.
 
+    A key enters a graph in the shape of the inner tensor ``_partition_keys`` (`shardcompile.tensor.metadata`).
+
     Keys are hashes of the sizes, so they agree between ranks, processes and warm starts. The lowest bit of a key states
     whether the sizes are torch.chunk's, so that a trace can test it on a symbolic key.
     """

@@ -72,8 +72,8 @@ TRANSPORTS: dict[str, Transport] = {}
 class Transport:
     """The transport of a backend that matches messages by tags, so that those of different calls never match.
 
-    A new transport is a file with a subclass, which is registered in `TRANSPORTS` under its name, and a line in
-    ``__init__.py`` that imports the file.
+    A new transport is a file with a subclass, which registers itself, and a line in ``__init__.py`` that imports the
+    file.
 
     Attributes:
         name: name of the backend in `torch.distributed`.

@@ -2,7 +2,7 @@
 
 `shardcompile.dispatch.gather` logs the former, `log_replicated` the latter; `shardcompile.dispatch.run` states with
 `unserved` why a sharded decomposition did not serve. ``logging.getLogger("shardcompile").setLevel(logging.INFO)`` shows
-the lines.
+the lines: the first gather of each op, and those that move ten times as much. Reports name the reason, too.
 """
 
 from __future__ import annotations
