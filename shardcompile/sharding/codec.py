@@ -118,7 +118,7 @@ def read_sizes(code: Sequence[int], parts: Sequence[int]) -> list[tuple[int, ...
 
 # Metadata of a graph's inputs
 
-_CARRIED = 0
+_SYMBOLIC = 0
 """The placeholder of a symbolic number in a `PartitionMetadata`."""
 
 
@@ -147,9 +147,9 @@ class PartitionMetadata(NamedTuple):
 
     @staticmethod
     def of(dim: int, partition: Partition) -> PartitionMetadata:
-        """Returns the static part of the partition of a tensor dim."""
+        """Returns the metadata of the partition of a tensor dim."""
         numbers = (partition.trace.scale, partition.num_segments)
-        scale, num_segments = (n if isinstance(n, int) else _CARRIED for n in numbers)
+        scale, num_segments = (n if isinstance(n, int) else _SYMBOLIC for n in numbers)
         sizes = partition.sizes if partition.kind == "fixed" else ()
         kind, mesh_dims = partition.kind, partition.mesh_dims
         return PartitionMetadata(dim, kind, mesh_dims, partition.trace.coarsening, scale, sizes, num_segments)
@@ -157,20 +157,20 @@ class PartitionMetadata(NamedTuple):
     @property
     def num_symbols(self) -> int:
         """How many of its numbers are symbols."""
-        return (self.scale == _CARRIED) + (self.num_segments == _CARRIED)
+        return (self.scale == _SYMBOLIC) + (self.num_segments == _SYMBOLIC)
 
     def symbols_of(self, partition: Partition) -> list[IntLike]:
-        """Returns the numbers of a partition for which this static part has placeholders."""
+        """Returns the numbers of a partition for which this metadata has placeholders."""
         pairs = ((partition.trace.scale, self.scale), (partition.num_segments, self.num_segments))
-        return [number for number, static in pairs if static == _CARRIED]
+        return [number for number, static in pairs if static == _SYMBOLIC]
 
     def with_symbols(self, symbols: Iterator[IntLike]) -> PartitionMetadata:
-        """Returns the static part with the next symbols in place of its placeholders."""
-        scale, num_segments = (next(symbols) if n == _CARRIED else n for n in (self.scale, self.num_segments))
+        """Returns the metadata with the next symbols in place of its placeholders."""
+        scale, num_segments = (next(symbols) if n == _SYMBOLIC else n for n in (self.scale, self.num_segments))
         return self._replace(scale=scale, num_segments=num_segments)
 
     def partition(self, parts: Sequence[int], size: IntLike, key: IntLike, local_size: IntLike) -> Partition:
-        """Returns the partition; the static part has no placeholders.
+        """Returns the partition. The metadata has no placeholders.
 
         Args:
             parts: the sizes of the mesh dims.
