@@ -1,13 +1,16 @@
 """Schedules of training graphs by our passes and by Inductor's, against two bounds.
 
     python -m benchmarks.training [--traced | --written] [--layers N] [--worlds 64 256 1024] [--only NAME ...]
-                                  [--no-inductor] [--json FILE]
+                                  [--held-out] [--told] [--no-inductor] [--json FILE]
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Traced graphs are those of
-the models in `tests/support/scale_models.py`, as `shardcompile.inspect.offline` gives them. Written ones have
-Llama-3-8B's shape and 32 layers (`tests/support/llama.py`): weights in float32 over all ranks, cast and gathered one by
-one (1-D); the same over the nodes, with tensor parallelism within each (2-D); weights in uneven shards, log-normal, by
-our collectives (uneven).
+the models in `tests/support/scale_models.py` and `expert_models.py`, as `shardcompile.inspect.offline` gives them.
+Written ones have Llama-3-8B's shape and 32 layers (`tests/support/llama.py`): weights in float32 over all ranks, cast
+and gathered one by one (1-D); the same over the nodes, with tensor parallelism within each (2-D); weights in uneven
+shards, log-normal, by our collectives (uneven).
+
+Where data choose the experts of a token, times are those of a run in which all experts are chosen equally often. Our
+passes are not told what unbacked sizes are then, unless by `--told`; Inductor is.
 
 `bound` is what no order of the graph as it came can beat. `buckets` is what no order can beat whatever shares buckets:
 all bytes, of uneven shards those of one rank, one latency for each kind of collective and group, and the longest path;
@@ -36,7 +39,7 @@ from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.simulator import simulate
-from tests.support import llama, scale_models, suite
+from tests.support import expert_models, llama, scale_models, suite
 
 PARTS = 8
 
@@ -64,11 +67,27 @@ COLUMNS = [
 ]
 
 
-def row(name: str, graph: Graph, inductor: bool) -> dict[str, Any]:
-    """Schedule one graph in all ways."""
+def row(name: str, graph: Graph, inductor: bool, data_size: int | None = None, told: bool = False) -> dict[str, Any]:
+    """Schedules one graph in all ways.
+
+    Args:
+        name: of the graph.
+        graph: any; it is not changed.
+        inductor: whether Inductor schedules it, too.
+        data_size: see `scale_models.with_data_sizes`.
+        told: whether our passes know this size; Inductor does.
+    """
+    with scale_models.with_data_sizes(graph, data_size if told else None):
+        ours = schedules.scheduled(graph)
+    if data_size is None:
+        return _row(name, graph, inductor, *ours)
+    with scale_models.with_data_sizes(graph, data_size):
+        return _row(name, graph, inductor, *ours)
+
+
+def _row(name: str, graph: Graph, inductor: bool, ours: Graph, seconds: float) -> dict[str, Any]:
     prices = GraphCosts.of(graph, CostModel.of(graph))
     came = simulate(list(graph.nodes), prices)
-    ours, seconds = schedules.scheduled(graph)
     timeline = schedules.timeline(ours)
     found: dict[str, Any] = {
         "name": name,
@@ -122,21 +141,23 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All rows."""
-    if not options.traced:
+    if not (options.traced or options.held_out):
         for kind in [k for k in ("1-D", "2-D", "uneven") if k in (options.only or [k])]:
             for ranks in options.worlds:
                 for side, graph in graphs(ranks, kind, options.layers or 32):
                     yield row(f"{side} {ranks}, written {kind}", graph, not options.no_inductor)
     if options.written:
         return
-    for name, model in scale_models.models(options.layers).items():
+    models = expert_models.models(options.layers, options.held_out)
+    for name, model in (models if options.held_out else scale_models.models(options.layers) | models).items():
         if name not in (options.only or [name]):
             continue
         for ranks in options.worlds:
             with scale_models.traced(model, ranks) as both:
                 for side, graph in zip(("forward", "backward"), both, strict=True):
                     if collectives(graph):
-                        yield row(f"{side} {ranks}, {name}", graph, not options.no_inductor)
+                        told = (model.data_size, options.told)
+                        yield row(f"{side} {ranks}, {name}", graph, not options.no_inductor, *told)
 
 
 def main() -> None:
@@ -147,6 +168,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="at most so many; 32 of written graphs")
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--only", nargs="+", help="names of models, or 1-D, 2-D, uneven of written ones")
+    parser.add_argument("--held-out", action="store_true", help="only the traced graphs that no pass may be tuned on")
+    parser.add_argument("--told", action="store_true", help="tell our passes the sizes that depend on data")
     parser.add_argument("--no-inductor", action="store_true")
     parser.add_argument("--json", type=Path, help="a file to which each row is added as a line")
     options = parser.parse_args()

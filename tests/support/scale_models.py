@@ -10,6 +10,7 @@ and their sizes are part of the program.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import shardcompile as sc
 from examples.poisson.model import PointTransformer
+from shardcompile import compat
 from shardcompile.inspect.offline import offline_world, trace
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import Collective
@@ -52,15 +54,17 @@ class Weights:
     Attributes:
         mesh: over which they are sharded, of one dim.
         imbalance: how, see `suite.partition`; None for DTensors in even shards.
+        dim: that is sharded, for DTensors.
         made: how many there are.
     """
 
     mesh: DeviceMesh
     imbalance: str | None = None
+    dim: int = 0
     made: int = 0
 
     def __call__(self, *shape: int) -> Tensor:
-        """One more weight, sharded along its rows."""
+        """One more weight, sharded."""
         self.made += 1
         if self.imbalance is None:
             return self._even(shape)
@@ -69,12 +73,12 @@ class Weights:
         return nn.Parameter(sc.ShardTensor.from_local(local, self.mesh, [Shard(0)], {0: sizes}))
 
     def _even(self, shape: Sequence[int]) -> Tensor:
-        rows, n = shape[0], self.mesh.size()
+        rows, n = shape[self.dim], self.mesh.size()
         each = -(-rows // n)
         first = min(each * self.mesh.get_local_rank(), rows)
-        local = torch.randn(min(each, rows - first), *shape[1:])
+        local = torch.randn([min(each, rows - first) if d == self.dim else s for d, s in enumerate(shape)])
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        whole = DTensor.from_local(local, self.mesh, [Shard(0)], shape=torch.Size(shape), stride=stride)
+        whole = DTensor.from_local(local, self.mesh, [Shard(self.dim)], shape=torch.Size(shape), stride=stride)
         return nn.Parameter(whole)
 
 
@@ -416,11 +420,13 @@ class Traced:
         build: of it, see `shardcompile.inspect.offline`.
         dims: of its mesh: 1, or 2 named "nodes" and "parts".
         again: whether the backward pass gathers weights again, as is done where they do not fit all at once.
+        data_size: what each size amounts to that only a run tells, see `with_data_sizes`.
     """
 
     build: Build
     dims: int = 1
     again: bool = False
+    data_size: int | None = None
 
 
 def models(layers: int | None = None) -> dict[str, Traced]:
@@ -467,9 +473,26 @@ def traced(model: Traced, ranks: int, rank: int = 0) -> Iterator[list[Graph]]:
 
             return run
 
-        with mock.patch.object(trace, "before_division", joint_passes if model.again else early):
+        reads_values = torch._dynamo.config.patch(capture_scalar_outputs=True)
+        joint = mock.patch.object(trace, "before_division", joint_passes if model.again else early)
+        with reads_values, joint:
             graphs = suite.traced(world, model.build)
         yield graphs
+
+
+@contextmanager
+def with_data_sizes(graph: Graph, data_size: int | None) -> Iterator[None]:
+    """Inside the context, each data-dependent size of a graph that has no hint has this one.
+
+    A trace does not tell such sizes, and neither do passes know them. Times are computed with those of a typical run.
+    """
+    values = [node.meta.get("val") for node in graph.nodes]
+    sizes = [v for v in values if compat.has_no_hint(v)]
+    with contextlib.ExitStack() as stack:
+        for size in sizes if data_size is not None else ():
+            stack.enter_context(mock.patch.dict(size.node.shape_env.var_to_hint_override))
+            compat.suggest_hint(size, data_size)
+        yield
 
 
 def gather_again(joint: Graph) -> None:
