@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardcompile", description="Sharded tensors under torch.compile.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_explain(commands)
+    _add_precompile(commands)
     _add_diff(commands)
     _add_selftest(commands)
     _add_op(commands)
@@ -63,7 +66,9 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     explain.add_argument(
-        "target", help="path/to/file.py:function; called with a mesh, it returns a function and a tuple of arguments"
+        "target",
+        help="module:function or path/to/file.py:function; called with a mesh, it returns a function and a tuple of "
+        "arguments",
     )
     explain.add_argument("--world-size", type=_positive, default=64, help="number of ranks")
     explain.add_argument("--mesh", type=_shape, help="shape of the mesh, such as 8x8; one dim if it is left out")
@@ -73,6 +78,23 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     explain.add_argument("--no-backward", action="store_true", help="trace the forward pass only")
     explain.add_argument("--save", type=Path, metavar="FOLDER", help="write text, JSON, HTML, timeline and graphs")
     explain.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, for diff")
+
+
+def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    precompile = commands.add_parser(
+        "precompile",
+        help="compile a function before a job, for shardcompile.load_artifacts",
+        description="Compiles a function, forward and backward, as one rank of a fake process group, and writes the "
+        "code to a file that every rank of a job can load. Nothing runs. The code serves other partitions, and "
+        "mostly other world sizes. For the CPU, set OMP_NUM_THREADS as in the job; for CUDA, this needs one GPU.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    precompile.add_argument("target", help="as for explain, with the dtypes and settings of the job")
+    precompile.add_argument("--world-size", type=_positive, nargs="+", default=[64], help="numbers of ranks")
+    precompile.add_argument("--mesh", type=_shape, help="shape of the mesh, such as 8x8; one dim if it is left out")
+    precompile.add_argument("--device", choices=["cuda", "cpu"], default="cpu", help="the device to compile for")
+    precompile.add_argument("--no-backward", action="store_true", help="compile a call without gradients")
+    precompile.add_argument("--out", type=Path, default=Path("step.artifacts"), help="file to write")
 
 
 def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -199,17 +221,12 @@ def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    path, _, name = options.target.rpartition(":")
-    if not path or not Path(path).is_file():
-        parser.error(f"there is no file {path or options.target}; the target is path/to/file.py:function")
+    build, name = _build_of(parser, options.target)
     print(f"tracing {name} for {options.world_size} ranks, {options.device} ...", file=sys.stderr)
     # Importing torch takes seconds, and --help does not need it.
     from shardcompile.errors import ShardError
     from shardcompile.inspect import explain
 
-    build = getattr(_import_file(Path(path)), name, None)
-    if build is None:
-        parser.error(f"{path} has no function {name}")
     start = time.monotonic()
     try:
         report = explain(
@@ -233,6 +250,31 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     return 0
 
 
+def _precompile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    build, name = _build_of(parser, options.target)
+    print(f"compiling {name} for {options.device} ...", file=sys.stderr)
+    # Importing torch takes seconds, and --help does not need it.
+    from shardcompile.errors import ShardError
+    from shardcompile.inspect.offline import precompile
+
+    start = time.monotonic()
+    try:
+        precompile(
+            build,
+            options.out,
+            world_size=options.world_size,
+            mesh_shape=options.mesh,
+            device=options.device,
+            backward=not options.no_backward,
+        )
+    except ShardError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    megabytes = options.out.stat().st_size / 1e6
+    print(f"compiled in {time.monotonic() - start:.1f} s; saved to {options.out}, {megabytes:.1f} MB")
+    return 0
+
+
 def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # Importing torch takes seconds, and --help does not need it.
     from shardcompile.inspect import Report
@@ -244,6 +286,25 @@ def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     difference = before.diff(after)
     print(difference)
     return 1 if difference else 0
+
+
+def _build_of(parser: argparse.ArgumentParser, target: str) -> tuple[Any, str]:
+    """Returns the function that a target names, and its name."""
+    path, _, name = target.rpartition(":")
+    if path.endswith(".py") or not path:
+        if not Path(path).is_file():
+            parser.error(f"there is no file {path or target}; the target is path/to/file.py:function")
+        module = _import_file(Path(path))
+    else:
+        sys.path.insert(0, os.getcwd())  # the script `shardcompile` does not have it
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            parser.error(f"{error}; the target is module:function or path/to/file.py:function")
+    build = getattr(module, name, None)
+    if build is None:
+        parser.error(f"{path} has no function {name}")
+    return build, name
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -274,6 +335,7 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
 _COMMANDS = {
     "calibrate": _calibrate,
     "explain": _explain,
+    "precompile": _precompile,
     "diff": _diff,
     "selftest": _selftest,
     "op": _op,

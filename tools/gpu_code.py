@@ -112,7 +112,7 @@ COMPILED, REFUSED, NEEDS_A_GPU, WRONG = "compiled", "refused", "needs a GPU", "w
 def compiled(program: fuzz.Program, rank: int, backend: str) -> tuple[str, str]:
     """Compile a program as a rank: how that ends, and the traceback of an error of the compiler."""
     world = offline_world(program.ranks, mesh_shape=program.mesh, rank=rank, device="cuda")
-    with on("cuda"), world as here, trace._shards_vary(), fakes.trace_fake_inputs_as_real():
+    with on("cuda"), world as here, trace.fake_inputs_as_real():
         with fakes.modules_with_fake_parameters(), fakes.in_compilation(), fakes.fake_tensors(), torch.device("cuda"):
             stated = [dataclasses.replace(i, inferred=False) for i in program.inputs]
             inputs = [i.on(here.mesh, i.full()) for i in stated]

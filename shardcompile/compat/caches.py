@@ -15,7 +15,7 @@ def tag_compiler_caches() -> None:
     The caches look up a graph. The rules that led to it, and the lowerings and patches that Inductor applies to it, are
     not in the graph.
     """
-    set_in_cache_keys(f"shardcompile-{_source_digest()}", True)
+    set_in_cache_keys(f"shardcompile-{source_digest()}", True)
 
 
 def set_in_cache_keys(part: str, on: bool) -> None:
@@ -30,7 +30,8 @@ def set_in_cache_keys(part: str, on: bool) -> None:
     settings._config["cache_key_tag"].default = tag  # 2.11 - 2.15
 
 
-def _source_digest() -> str:
+def source_digest() -> str:
+    """Returns a digest of the sources of this library."""
     digest = hashlib.blake2b(digest_size=16)
     for path in source_files(Path(__file__).parents[1]):
         digest.update(path.read_bytes())

@@ -11,6 +11,7 @@
 Tracing runs in this process, with fake tensors and a fake process group, and restores the process afterwards.
 """
 
+from shardcompile.inspect.offline.precompile import precompile as precompile
 from shardcompile.inspect.offline.trace import CollectiveRecord as CollectiveRecord
 from shardcompile.inspect.offline.trace import OfflineTrace as OfflineTrace
 from shardcompile.inspect.offline.trace import trace_offline as trace_offline

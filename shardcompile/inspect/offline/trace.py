@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -179,8 +179,10 @@ def trace_step(
         OfflineError: the function does not compute with tensors, or a pass fails.
     """
     pipeline = Pipeline() if pipeline is None else pipeline
-    with _shards_vary(), _torch.trace_fake_inputs_as_real():
-        forward_graph, backward_graph = _capture(*_build(world, build), backward, before_division(pipeline, foreign))
+    with fake_inputs_as_real():
+        forward_graph, backward_graph = _capture(
+            *build_fake(world, build), backward, before_division(pipeline, foreign)
+        )
     issued: list[tuple[CollectiveRecord, ...]] = []
     for graph in (forward_graph, backward_graph):
         if graph is not None:
@@ -203,7 +205,8 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
     graph.recompile()
 
 
-def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Sequence[object]]:
+def build_fake(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Sequence[object]]:
+    """Calls `build` with the mesh of the world, so that the tensors that it makes are fake."""
     try:
         modules = _torch.modules_with_fake_parameters()
         with modules, _torch.in_compilation(), _torch.fake_tensors(), torch.device(world.device):
@@ -222,7 +225,8 @@ def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Se
     return fn, inputs
 
 
-def _shards_vary() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def fake_inputs_as_real() -> Iterator[None]:
     """Treats fake local shards as real ones inside the context, so that no graph specialises on their sizes.
 
     Otherwise they would count as the fake shards of an outer trace, and each rank would get its own graph.
@@ -232,7 +236,9 @@ def _shards_vary() -> contextlib.AbstractContextManager[object]:
         shard = x._local_tensor
         return type(shard) in (torch.Tensor, torch.nn.Parameter) or compat.is_fake_outside_traces(shard)
 
-    return mock.patch.object(ShardTensor, "_holds_values", property(holds_values))
+    shards_vary = mock.patch.object(ShardTensor, "_holds_values", property(holds_values))
+    with shards_vary, _torch.trace_fake_inputs_as_real():
+        yield
 
 
 class _CapturedError(Exception):
