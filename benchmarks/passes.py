@@ -56,6 +56,9 @@ class Clock:
         now = time.process_time()
         self.seconds[name], self._start = now - self._start, now
 
+    def planned(self, plan: object) -> None:
+        """What the passes decided."""
+
     def ended(self, graph: Graph) -> None:
         """The graph after the last pass."""
 

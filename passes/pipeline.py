@@ -15,7 +15,6 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat, config
 from shardcompile.compat.compiled import custom_post_passes, leave_note, read_notes_with
-from shardcompile.compat.shard_symbols import common_hints
 from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket.buckets import (
@@ -32,12 +31,14 @@ from shardcompile.passes.cleanup.inverse_pairs import CancelInversePairs, DropOw
 from shardcompile.passes.cleanup.local_shards import ReduceThenSlice, SpreadLocalShard
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cost.model import CostModel, caching_costs
+from shardcompile.passes.cost.routes import assume_balanced_routes
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
+from shardcompile.passes.plan import Plan, compare, planning
 from shardcompile.passes.schedule.control_dependencies import AddControlDependencies, hold_payloads
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
-from shardcompile.passes.verify import agreed, is_record, record_of, verify
+from shardcompile.passes.verify import Record, agreed, record_of, verify
 
 _LOG = logging.getLogger("shardcompile")
 
@@ -129,6 +130,7 @@ class Pipeline(compat.CustomGraphPass):
             ranks.
         final: whether its output graph is the one that is compiled: such pipelines are watched, and their collectives
             are compared between ranks.
+        plan: the plan to apply, to a graph of the same structure; None to make one, on one rank for all.
 
     Attributes:
         passes: the passes that run.
@@ -145,6 +147,7 @@ class Pipeline(compat.CustomGraphPass):
         record: bool = False,
         in_step: bool = False,
         final: bool = True,
+        plan: Plan | None = None,
     ) -> None:
         passes = default_passes() if passes is None else list(passes)
         names = [p.name for p in passes]
@@ -154,6 +157,7 @@ class Pipeline(compat.CustomGraphPass):
         self.record = record
         self.in_step = in_step
         self.final = final
+        self.plan = plan
         self.history: list[list[Step]] = []
 
     def __call__(self, graph: Graph) -> None:
@@ -162,7 +166,7 @@ class Pipeline(compat.CustomGraphPass):
         Raises:
             PassError: a pass failed or left an invalid graph; the message says how to switch the pass off.
         """
-        with caching_costs(), common_hints(), _without_garbage_collection():
+        with caching_costs(), _without_garbage_collection():
             self._run(graph)
 
     def _run(self, graph: Graph) -> None:
@@ -171,19 +175,28 @@ class Pipeline(compat.CustomGraphPass):
         watchers = _WATCHERS.here() if self.final else []
         for watcher in watchers:
             watcher.begun(graph)
+        if self.final:
+            assume_balanced_routes(graph)
         seen, passes = None, self.passes
         has_few_rows = rank_dependent_sizes.have_few_rows(graph)
         is_compared = self.is_verified or (self.final and (has_few_rows or rank_dependent_sizes.are_marked(graph)))
         if has_few_rows and rank_dependent_sizes.ranks_may_differ(graph):
             _LOG.info("some ranks have static local shards of no row or one row: communication stays as it was traced")
             passes = [p for p in passes if not isinstance(p, _COMMUNICATION_PASSES)]
-        for graph_pass in passes:
-            before = _describe(graph) if self.record else None
-            seen = _call(graph_pass, graph, seen)
+        # The address in the representation of an object tells the rank.
+        stated = " ".join(p.name if " at 0x" in repr(p) else repr(p) for p in passes)
+        with planning(stated, self.plan) as plan_so_far:
+            for graph_pass in passes:
+                before = _describe(graph) if self.record else None
+                seen = _call(graph_pass, graph, seen)
+                for watcher in watchers:
+                    watcher.passed(graph, graph_pass.name)
+                if before is not None:
+                    self.history[-1].append(_step(graph_pass.name, before, _describe(graph)))
+        plan = plan_so_far()
+        if plan is not None:
             for watcher in watchers:
-                watcher.passed(graph, graph_pass.name)
-            if before is not None:
-                self.history[-1].append(_step(graph_pass.name, before, _describe(graph)))
+                watcher.planned(plan)
         if (
             self.final
             and graph.owning_module is not None
@@ -196,9 +209,9 @@ class Pipeline(compat.CustomGraphPass):
             forget_origins(graph)
             if has_few_rows:
                 rank_dependent_sizes.mark(graph)
-        if is_compared:
+        if is_compared or plan is not None:
             read_notes_with(_before_first_run)
-            leave_note(graph, record_of(graph))
+            leave_note(graph, Note(record_of(graph) if is_compared else None, stated, plan))
 
     def __str__(self) -> str:
         return "\n".join(f"{i}. {p.name:<28} {p!r}" for i, p in enumerate(self.passes, 1)) or "no passes"
@@ -209,7 +222,7 @@ class Pipeline(compat.CustomGraphPass):
         It is None, so that nothing is cached, where every compilation has to be observed. Code that was compiled
         without a record of its collectives is not reused where records are compared.
         """
-        if self.record or self.in_step or _WATCHERS.here():
+        if self.record or self.in_step or self.plan or _WATCHERS.here():
             return None
         read_notes_with(_before_first_run)  # torch asks for the key before any cache lookup
         if not self.is_verified:
@@ -222,22 +235,45 @@ class Pipeline(compat.CustomGraphPass):
         return config.verify and self.final and not self.in_step
 
 
+@dataclass(frozen=True)
+class Note:
+    """What is kept with compiled code.
+
+    Attributes:
+        record: the collectives of the graph, if ranks compare them.
+        passes: states the passes.
+        plan: the plan that it was compiled by, if there was anything to decide.
+    """
+
+    record: Record | None
+    passes: str
+    plan: Plan | None
+
+
 def _before_first_run(notes: tuple[Any, ...]) -> Callable[[], None] | None:
     """Returns the check to run before the first call of a compiled graph, or None.
 
     Args:
-        notes: the records that were stored with the code, one for each module.
+        notes: those that were stored with the code, one for each module.
     """
-    if not notes and not (config.verify and any(p.is_verified for p in custom_post_passes(Pipeline))):
-        return None
-    if not notes or not all(map(is_record, notes)):
+    records = [n.record for n in notes if isinstance(n, Note) and n.record is not None]
+    is_verified = config.verify and any(p.is_verified for p in custom_post_passes(Pipeline))
+    if any(not isinstance(n, Note) for n in notes) or (is_verified and len(records) < max(len(notes), 1)):
         raise PassError(
             "code from the compiler's cache has lost the record of its collectives, so that it cannot be compared with "
             "what other ranks run. Delete the cache (see TORCHINDUCTOR_CACHE_DIR), compile without caches "
             "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1), or do without the comparison (SHARDCOMPILE_VERIFY=0)"
         )
-    record = tuple(entry for note in notes for entry in note)
-    return functools.partial(verify, record) if record else None
+    record = tuple(entry for one in records for entry in one)
+    plans = [(n.passes, n.plan) for n in notes if n.plan is not None]
+    return functools.partial(_check, record, plans) if record or plans else None
+
+
+def _check(record: Record, plans: Sequence[tuple[str, Plan]]) -> None:
+    if record:
+        verify(record)
+    for passes, plan in plans:
+        compare(passes, plan)
 
 
 def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
@@ -265,6 +301,9 @@ class Watcher(Protocol):
 
     def passed(self, graph: Graph, name: str) -> None:
         """Called with the graph after each pass."""
+
+    def planned(self, plan: Plan) -> None:
+        """Called with the plan after the last pass, if there was anything to decide."""
 
     def ended(self, graph: Graph) -> None:
         """Called with the output graph of the last pass."""

@@ -88,13 +88,6 @@ def record_of(graph: Graph) -> Record:
     return tuple((signature(c), c.group_name) for c in collectives(graph))
 
 
-def is_record(value: object) -> bool:
-    """Whether a value is a record; a value that was read from a file need not be one."""
-    return isinstance(value, tuple) and all(
-        isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry) for entry in value
-    )
-
-
 def verify(record: Record) -> None:
     """Compares the collectives of a graph that is about to run with those of the other ranks of its groups.
 

@@ -4,9 +4,9 @@ A small collective costs little but its latency. Reducing the gradients of a mod
 multiple of what their bytes do, and so does gathering sharded parameters one by one. The even collectives of torch are
 bucketed too, with ours and with each other.
 
-The members of a bucket follow from the program and from sizes that all ranks of a group share, never from the bytes of
-this rank's local shard: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or
-before the first reader of its first member's result, together with everything that its payloads need.
+One rank chooses the members of buckets for all ranks: see `shardcompile.passes.bucket.choice`. A bucket is issued where
+its last member was, or before the first reader of its first member's result, together with everything that its payloads
+need.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from shardcompile.passes.bucket.choice import BucketSearch
 from shardcompile.passes.cost.model import CostModel, computes_nothing
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
+from shardcompile.passes.plan import decide_buckets
 from shardcompile.sharding import GroupPartition
 
 aten = torch.ops.aten
@@ -78,9 +79,11 @@ class Bucketing:
                 groups.setdefault((key, c.group_name, c.backward), []).append(c)
         groups = {key: group for key, group in groups.items() if len(group) > 1}
         if groups:
-            model = self.model or CostModel.of(graph)
-            search = BucketSearch(graph, groups, model, self._traffic, self.bucket_bytes, self.divides)
-            self._replace(graph, search.buckets())
+            self._replace(graph, decide_buckets(graph, self.name, lambda: self._search(graph, groups)))
+
+    def _search(self, graph: Graph, groups: Mapping[Any, Sequence[Collective]]) -> list[list[Node]]:
+        model = self.model or CostModel.of(graph)
+        return BucketSearch(graph, groups, model, self._traffic, self.bucket_bytes, self.divides).buckets()
 
     def _may_join(self, c: Collective) -> bool:
         """Whether it is functional, has one payload, and only its waits read its result."""

@@ -7,7 +7,7 @@ how long a bucket may transfer; the tasks of the graph are joined accordingly (`
 memory limit; the fastest division is taken. Buckets are smaller at the start, where there is no compute yet to overlap
 with, and at the end, where none is left: each transfers no longer than all before it, and no longer than all after it.
 
-All decisions read `GraphCosts` only, which are rank-invariant.
+One rank decides for all, see `shardcompile.passes.plan`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.traffic import Load, Traffic
 from shardcompile.machines import Price
-from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, GraphCosts, readable
+from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, GraphCosts
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure
@@ -65,7 +65,7 @@ class Candidate:
     Attributes:
         collective: the collective.
         task: its start.
-        load: what each rank has of it; None if it is not rank-invariant.
+        load: what each rank has of it; None if the size of the group is unknown.
         price: its cost alone.
         needed: the position of the first work that needs its result.
         before: seconds of compute, in order, before its payload is ready.
@@ -177,9 +177,7 @@ class BucketSearch:
                 position = outline.first_use[task]
                 price = self.tasks.price[task]
                 before, after = outline.clock[reached[task]], outline.clock[-1] - outline.clock[position]
-                candidate = Candidate(
-                    c, task, self._load(c, costs.labels), price, position, before, after, c.global_bytes
-                )
+                candidate = Candidate(c, task, self._load(c), price, position, before, after, c.global_bytes)
                 # A gather that could run at the start shares buckets only with its like: it would wait for the others.
                 early = _is_gather(c) and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
@@ -191,13 +189,9 @@ class BucketSearch:
             if found < self.best:
                 self.best, self.longest_first = found, longest_first
 
-    def _load(self, c: Collective, labels: Mapping[Node, set[str]]) -> Load | None:
-        n = self.model.group_size(c.group_name)
-        if n is None:
-            return None
-        members = rank_dependent_sizes.members(c, n)
-        joins = c.descriptor.joins
-        return joins.load(members, n) if joins is not None and readable(c, members, labels) else None
+    def _load(self, c: Collective) -> Load | None:
+        n, joins = self.model.group_size(c.group_name), c.descriptor.joins
+        return None if n is None or joins is None else joins.load(rank_dependent_sizes.members(c, n), n)
 
     def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
         """Tries divisions of one group: spans from `FIRST_SPAN` on until the score gets no better, and deadlines."""

@@ -122,7 +122,7 @@ class MergeReductions:
         _share_equal_terms(graph)
         multiply_sums(graph)
         _delay_factors(graph)
-        costs = GatherCosts(graph, self.model or CostModel.of(graph))
+        costs = GatherCosts(self.model or CostModel.of(graph))
         _gather_partial_results(graph, costs)
         merge_variance(graph, costs)
 
@@ -266,8 +266,7 @@ def _gather_partial_results(graph: Graph, costs: GatherCosts) -> None:
         if c is None or maximum is None:
             continue
         found = _find_exponential_sums(maximum, summed, position, depends)
-        parts = [maximum.largest, *(s.value for s in found)]
-        if found and costs.pays([c], [s.collective for s in found], parts):
+        if found and costs.pays([c], [s.collective for s in found]):
             _gather(graph, maximum, found, position, depends)
             summed.difference_update(s.collective.node for s in found)
     if len(summed) < num_sums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -23,7 +23,6 @@ from shardcompile.passes.graph.collective import (
     reduction_of,
 )
 from shardcompile.passes.graph.dependencies import ordered_inputs, reorder, writes
-from shardcompile.passes.graph.rank_dependent_sizes import labels
 
 aten = torch.ops.aten
 
@@ -201,32 +200,26 @@ def sort(graph: Graph, position: dict[Node, float]) -> None:
 class GatherCosts:
     """Compares the cost of one gather of partial results with that of reductions that wait for one another.
 
+    All ranks of a group reduce as many bytes, so that they have the same answer.
+
     Args:
-        graph: the input graph.
         model: the cost model.
     """
 
-    def __init__(self, graph: Graph, model: CostModel) -> None:
-        self._graph, self._model = graph, model
-        self._rank_dependent: Mapping[Node, set[str]] | None = None
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
 
-    def pays(
-        self, first: Sequence[Collective], then: Sequence[Collective], parts: Iterable[Node], more: int = 0
-    ) -> bool:
+    def pays(self, first: Sequence[Collective], then: Sequence[Collective], more: int = 0) -> bool:
         """Whether one gather of what two dependent steps reduce takes less time than the two steps.
 
         Args:
             first: the reductions of the first step, in one collective.
             then: those that wait for it, in another one.
-            parts: nodes of the input graph with the sizes that are sent; if a size may differ between ranks, the answer
-                is no.
             more: bytes that a rank sends besides what is reduced.
         """
         model, group_name = self._model, first[0].group_name
         ranks = model.group_size(group_name)
-        if self._rank_dependent is None:
-            self._rank_dependent = labels(self._graph, model.group_sizes)
-        if ranks is None or not self._rank_dependent.keys().isdisjoint(parts):
+        if ranks is None:
             return False
         link = model.link(group_name)
         steps = [sum(c.global_bytes for c in step) for step in (first, then)]

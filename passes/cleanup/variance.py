@@ -127,7 +127,7 @@ def merge_variance(graph: Graph, costs: GatherCosts) -> None:
         if found is None:
             continue
         steps = [found.first], [found.second]
-        if costs.pays(*steps, [found.first.payload, found.second.payload], found.second.global_bytes):
+        if costs.pays(*steps, found.second.global_bytes):
             position = positions(graph) if position is None else position
             _merge(graph, found)
     if position is not None:

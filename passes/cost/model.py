@@ -1,8 +1,8 @@
-"""The cost model: seconds and bytes of the nodes of a graph, rank-invariant.
+"""The cost model: seconds and bytes of the nodes of a graph.
 
-Costs are computed from the hints of symbolic sizes, which the library makes the same on every rank, and from the shard
-sizes of partitions. Sizes that may differ between ranks are never read: see
-`shardcompile.passes.graph.rank_dependent_sizes`.
+Costs are computed from sizes in the graph, from the hints of symbolic ones, which the library makes the same on every
+rank, and from the shard sizes of partitions. Where sizes are static, ranks may have other costs: one of them decides
+for all, see `shardcompile.passes.plan`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from shardcompile import compat, machines
-from shardcompile.collectives.traffic import Member, Traffic, nbytes_of, shares
+from shardcompile.collectives.traffic import Traffic, nbytes_of, shares
 from shardcompile.machines import Device, Link, Price
-from shardcompile.passes.cost.operations import dtype_of, flops_of, formula_of, say_once
+from shardcompile.passes.cost.operations import dtype_of, flops_of, say_once
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -28,10 +28,7 @@ from shardcompile.passes.graph.ops import op_of
 aten = torch.ops.aten
 
 NOMINAL_BYTES = 1 << 20
-"""Bytes assumed for a tensor that may have another size on another rank, where no partition states the largest."""
-
-NOMINAL_FLOPS = 2 * 512**3
-"""Operations assumed for a product of such tensors: those of two square matrices of `NOMINAL_BYTES`."""
+"""Bytes assumed for a collective whose traffic is unknown."""
 
 NOMINAL_RANKS = 8
 """Ranks assumed for a group of unknown size."""
@@ -108,26 +105,16 @@ class CostModel:
         size = self.group_size(group_name) or NOMINAL_RANKS
         return machines.link_of(self.device, size, self.ranks_per_node, spans_nodes)
 
-    def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
-        """Returns the seconds of a collective that runs alone, without the copies before and after it.
+    def collective_seconds(self, c: Collective) -> float:
+        """Returns the seconds of a collective that runs alone, without the copies before and after it."""
+        return self.price(c).seconds
 
-        Args:
-            c: any.
-            labels: of the graph, see `shardcompile.passes.graph.rank_dependent_sizes.labels`; computed if left out.
-        """
-        return self.price(c, labels).seconds
-
-    def price(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> Price:
+    def price(self, c: Collective) -> Price:
         """Returns the cost of a collective, such as `all_gather_v`: its predicted time, in parts.
 
         The bytes come from `Descriptor.traffic` (the formulas are in `shardcompile.collectives.traffic`), the seconds
         from `price_of`.
-
-        Args:
-            c: any.
-            labels: as for `collective_seconds`.
         """
-        labels = rank_dependent_sizes.labels(c.node.graph, self.group_sizes) if labels is None else labels
         n = self.group_size(c.group_name)
         traffic_of = c.descriptor.traffic
         if n is None or traffic_of is None:
@@ -137,10 +124,7 @@ class CostModel:
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
         if any(compat.has_no_hint(s) for p in c.payloads for t in rank_dependent_sizes.tensors(p) for s in t.shape):
             say_once("collectives of unbacked sizes are costed as if these sizes were 64")
-        members = rank_dependent_sizes.members(c, n)
-        if not readable(c, members, labels):
-            return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
-        return self.price_of(c.group_name, traffic_of(members, n))
+        return self.price_of(c.group_name, traffic_of(rank_dependent_sizes.members(c, n), n))
 
     def price_of(self, group_name: str, traffic: Traffic) -> Price:
         """Returns the cost of moving a given traffic over a group."""
@@ -167,46 +151,25 @@ class CostModel:
 
         return cheapest
 
-    def compute_seconds(self, node: Node, labels: Mapping[Node, set[str]] | None = None) -> float:
+    def compute_seconds(self, node: Node) -> float:
         """Returns the seconds of a node on the compute stream: 0 for collectives and for nodes that launch no kernel.
 
         It follows from the node's operations and memory traffic. Inductor fuses pointwise ops with their pointwise
         neighbours: what is only passed between them is neither written nor read, and launches no kernel.
-
-        Args:
-            node: any.
-            labels: as for `collective_seconds`.
         """
-        labels = rank_dependent_sizes.labels(node.graph, self.group_sizes) if labels is None else labels
         if _is_free(node):
             return 0.0
-        dependent = node in labels or any(i in labels for i in node.all_input_nodes)
-        nominal = NOMINAL_BYTES if dependent else None
         reads = [
             i for i in node.all_input_nodes if rank_dependent_sizes.tensors(i) and not _is_fused(_view_base(i), node)
         ]
         writes = not _is_never_stored(node)
-        traffic = _traffic_of(node, reads, writes, nominal)
-        flops = NOMINAL_FLOPS * (formula_of(node) is not None) if dependent else flops_of(node)
-        is_function = node.target in _TRANSCENDENTAL and not dependent
+        traffic, masks = _traffic_of(node, reads, writes), _mask_bytes(node, reads, writes)
+        is_function, kernel = node.target in _TRANSCENDENTAL, self.device.kernel
         elements = rank_dependent_sizes.nbytes_of(node) / dtype_of(node).itemsize if is_function else 0
-        kernel, masks = self.device.kernel, 0 if dependent else _mask_bytes(node, reads, writes)
-        seconds = self.device.compute_seconds(flops, traffic, dtype_of(node), elements, masks) - kernel
+        seconds = self.device.compute_seconds(flops_of(node), traffic, dtype_of(node), elements, masks) - kernel
         if self.imbalance != 1 and _has_symbols(node):
             seconds *= self.imbalance
         return seconds + kernel * writes
-
-
-def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
-    """Whether all ranks, those of other groups included, compute the same bytes from a collective's arguments.
-
-    Within its group they do, by the meaning of the collective. The exception is a payload that is sent as it is, by a
-    partition that is unknown.
-    """
-    if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
-        return False
-    unknown = any(m.put is not None and m.put.sizes is None and m.put.number for m in members)
-    return not unknown or c.descriptor.states_global_bytes
 
 
 @dataclass(frozen=True)
@@ -224,13 +187,8 @@ class GraphCosts:
         packing: by collective: seconds of compute before it starts; left out where there are none.
         latency: by collective: the part of its seconds in which it does not use the link; left out where there is none.
         link: by group: the name of the link that it uses; left out where the group has a link of its own.
-        labels: of the nodes whose sizes may differ between ranks, see
-            `shardcompile.passes.graph.rank_dependent_sizes.labels`.
         call: seconds before the first node runs.
         freed: inputs that are freed after their last use; the others are held throughout.
-
-    Nodes that other ranks may not have (`shardcompile.passes.graph.rank_dependent_sizes.only_here`) cost nothing and
-    share the storage of their inputs: schedules leave them out, and are the same on every rank.
     """
 
     seconds: Mapping[Node, float]
@@ -242,7 +200,6 @@ class GraphCosts:
     packing: Mapping[Node, float] = field(default_factory=dict)
     latency: Mapping[Node, float] = field(default_factory=dict)
     link: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[Node, set[str]] = field(default_factory=dict)
     call: float = 0.0
     freed: Set[Node] = frozenset()
 
@@ -265,9 +222,7 @@ class GraphCosts:
 
     @staticmethod
     def _of(graph: Graph, model: CostModel) -> GraphCosts:
-        labels = rank_dependent_sizes.labels(graph, model.group_sizes)
-        largest = _largest_shards(graph, model, labels)
-        local_nodes = rank_dependent_sizes.only_here(graph, labels, model.group_sizes)
+        largest = _largest_shards(graph, model)
         seconds: dict[Node, float] = {}
         nbytes: dict[Node, int] = {}
         storage: dict[Node, Node] = {}
@@ -281,20 +236,13 @@ class GraphCosts:
             base = _base(node)
             storage[node] = node if base is None else storage[base]
             nbytes[node] = 0
-            if node in local_nodes:
-                bases = [storage[i] for i in inputs[node] if nbytes[storage[i]]]
-                storage[node] = bases[0] if bases else storage[node]
-                seconds[node], inputs[node] = 0.0, ()
-                continue
             if base is None and node.op != "output":
-                nbytes[node] = (
-                    largest.get(node, NOMINAL_BYTES) if node in labels else rank_dependent_sizes.nbytes_of(node)
-                )
+                nbytes[node] = largest[node] if node in largest else rank_dependent_sizes.nbytes_of(node)
             c = Collective.of(node)
             if c is None:
-                seconds.setdefault(node, model.compute_seconds(node, labels))
+                seconds.setdefault(node, model.compute_seconds(node))
                 continue
-            price = model.price(c, labels)
+            price = model.price(c)
             seconds[node], latency[node], group[node] = price.seconds, price.latency, c.group_name
             if price.before:
                 packing[node] = price.before
@@ -303,7 +251,7 @@ class GraphCosts:
             awaits.update(dict.fromkeys(c.waits, node))
         link = {name: model.link(name).name for name in group.values()}
         call, freed = model.device.call, compat.saved_for_backward(graph)
-        return GraphCosts(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels, call, freed)
+        return GraphCosts(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, call, freed)
 
 
 @dataclass
@@ -328,7 +276,7 @@ def caching_costs() -> Iterator[None]:
         _CACHE.reset(token)
 
 
-def _largest_shards(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
+def _largest_shards(graph: Graph, model: CostModel) -> dict[Node, int]:
     """Returns the bytes of the largest shard over the ranks, for payloads and results of collectives with known
     partitions.
     """
@@ -339,12 +287,10 @@ def _largest_shards(graph: Graph, model: CostModel, labels: Mapping[Node, set[st
         if c is None or n is None:
             continue
         members = rank_dependent_sizes.members(c, n)
-        if not readable(c, members, labels):
-            continue
         for payload, m in zip(c.payloads, members, strict=True):
-            if m.put is not None and m.put.sizes is not None and labels.get(payload) == {c.group_name}:
+            if m.put is not None and m.put.sizes is not None:
                 found[payload] = max(found.get(payload, 0), int(m.nbytes * max(shares(m.put, n))))
-        if labels.get(node) == {c.group_name} and all(m.get is not None and m.get.sizes is not None for m in members):
+        if all(m.get is not None and m.get.sizes is not None for m in members):
             columns = zip(*([m.nbytes * s for s in shares(m.get, n)] for m in members), strict=True)
             found[node] = int(max(sum(column) for column in columns))
     return found
@@ -410,10 +356,8 @@ def _is_fused_through_views(producer: Node, user: Node) -> bool:
     )
 
 
-def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:
-    """Returns the bytes that a kernel reads and writes, with each tensor at its size or at a nominal one."""
-    if nominal is not None:
-        return nominal * (len(reads) + writes)
+def _traffic_of(node: Node, reads: Sequence[Node], writes: bool) -> int:
+    """Returns the bytes that a kernel reads and writes."""
     written = rank_dependent_sizes.nbytes_of(node)
     if node.target in _GATHERS:
         return 2 * written

@@ -38,6 +38,10 @@ class Closure:
                 before |= 1 << index
             required[node] = before
 
+    def ancestors(self, node: Node) -> int:
+        """Returns the nodes that a node must come after, as a bit set of their positions among those tracked."""
+        return self._ancestors[self._index[node]]
+
     def copy(self) -> Closure:
         """Returns a copy in which nodes can be tied."""
         new = object.__new__(Closure)
@@ -93,8 +97,13 @@ class IndependentSet:
         self._before |= self._ancestors[n]
 
 
-def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
-    """Returns the direct dependencies of each node."""
+def ordered_inputs(graph: Graph, chain: Sequence[Node] = ()) -> dict[Node, list[Node]]:
+    """Returns the direct dependencies of each node.
+
+    Args:
+        graph: any.
+        chain: nodes of which each depends on the one before it, besides what it depends on anyway.
+    """
     inputs: dict[Node, list[Node]] = {}
     since_barrier: list[Node] = []
     barrier: Node | None = None
@@ -113,6 +122,8 @@ def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
             before += [] if random is None else [random]
             random = node
         inputs[node] = before
+    for earlier, later in itertools.pairwise(chain):
+        inputs[later].append(earlier)
     return inputs
 
 

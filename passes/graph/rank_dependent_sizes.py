@@ -61,14 +61,6 @@ _KEEPS_SIZES = {
 """Ops whose results have the sizes of their inputs, besides pointwise ones."""
 
 
-def rank_dependent(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> set[Node]:
-    """Returns the nodes whose sizes may differ between ranks, and must not be read for a decision.
-
-    See `labels`.
-    """
-    return set(labels(graph, group_sizes))
-
-
 def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[Node, set[str]]:
     """Returns, for the nodes whose sizes may differ between ranks, the names of the groups along which they may.
 
@@ -114,8 +106,7 @@ def ranks_may_differ(graph: Graph, group_sizes: Mapping[str, int] | None = None)
     Torch traces and partitions a program by static sizes: it does not copy a shard without rows, concatenates no empty
     part, broadcasts one row, and saves what is smallest. So the graphs may differ if some ranks have a shard of no row
     or one row, and others of more. They do where all of these are static and something is computed with them. Products,
-    windows and pointwise ops are not counted: every rank has them. Nor are copies and allocations, which schedules
-    leave out (`only_here`).
+    windows and pointwise ops are not counted: every rank has them. Nor are copies and allocations.
     """
     if not have_few_rows(graph, group_sizes):
         return False
@@ -140,8 +131,6 @@ def have_few_rows(graph: Graph, group_sizes: Mapping[str, int] | None = None) ->
     for boundary in _boundaries(graph, group_sizes or {}).values():
         for m in boundary.members:
             for side in (m.put, m.get):
-                if side is not None and side.sizes is None and side.number:
-                    return True
                 if side is not None and side.sizes is not None and len({min(n, 2) for n in side.sizes}) > 1:
                     return True
     return False
@@ -163,23 +152,6 @@ def mark(graph: Graph) -> None:
 def are_marked(graph: Graph) -> bool:
     """Whether `mark` was called on the joint graph that this graph is a part of."""
     return any(_MARK in node.meta for node in graph.find_nodes(op="call_function", target=WAIT))
-
-
-def only_here(graph: Graph, labels: Mapping[Node, set[str]], group_sizes: Mapping[str, int] | None = None) -> set[Node]:
-    """Returns the nodes that other ranks' graphs may not have, where shards have few rows; see `ranks_may_differ`.
-
-    These are copies and allocations whose sizes may differ between ranks and are static, and what is computed from no
-    input, such as zeros.
-    """
-    found: set[Node] = set()
-    for node in graph.nodes if labels and have_few_rows(graph, group_sizes) else ():
-        inputs = node.all_input_nodes
-        if node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None:
-            constant = found.issuperset(inputs) and not any(i in labels for i in inputs)
-            copied = node.target in _COPIES or (op_of(node).allocates and tensors(node))
-            if constant or (node in labels and copied and _has_static_sizes(node)):
-                found.add(node)
-    return found
 
 
 def _has_static_sizes(node: Node) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from shardcompile.collectives.traffic import Member, Traffic
-from shardcompile.passes.cost.model import CostModel, GraphCosts, readable
+from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective
 
@@ -74,7 +74,7 @@ def _even_costs(costs: GraphCosts, model: CostModel) -> GraphCosts:
     for node, group in costs.group.items():
         c = Collective.of(node)
         assert c is not None
-        traffic = _even_traffic(c, model, costs.labels)
+        traffic = _even_traffic(c, model)
         if traffic is not None:
             price = model.price_of(group, traffic)
             seconds[node], latency[node] = price.seconds, price.latency
@@ -82,9 +82,9 @@ def _even_costs(costs: GraphCosts, model: CostModel) -> GraphCosts:
     return replace(costs, seconds=seconds, latency=latency)
 
 
-def _even_traffic(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> Traffic | None:
+def _even_traffic(c: Collective, model: CostModel) -> Traffic | None:
     """Returns the traffic of even shards in place of uneven ones that a ring can move; None for other collectives."""
-    found = _members(c, model, labels)
+    found = _members(c, model)
     if found is None or c.descriptor.traffic is None:
         return None
     members, n = found
@@ -92,25 +92,24 @@ def _even_traffic(c: Collective, model: CostModel, labels: Mapping[Node, set[str
     return None if traffic.ring is None else Traffic(traffic.total / n, traffic.total)
 
 
-def _members(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> tuple[list[Member], int] | None:
+def _members(c: Collective, model: CostModel) -> tuple[list[Member], int] | None:
     """Returns members and group size if uneven ones may share a bucket and each rank has a link of its own."""
     n, joins = model.group_size(c.group_name), c.descriptor.joins
     if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
         return None
-    members = rank_dependent_sizes.members(c, n)
-    return (members, n) if readable(c, members, labels) else None
+    return rank_dependent_sizes.members(c, n), n
 
 
 def _single_rank_costs(graph: Graph, costs: GraphCosts, model: CostModel) -> GraphCosts:
     """Returns the costs of what one rank moves and unpacks: for each kind and group the rank that has most in total.
 
-    Even collectives cost every rank the same, and so do those whose loads the ranks do not know of each other.
+    Even collectives cost every rank the same, and so do those whose sizes are not in the graph.
     """
     loads: dict[Hashable, dict[Node, np.ndarray]] = {}
     for node, group in costs.group.items():
         c = Collective.of(node)
         assert c is not None
-        found = _relative_load(c, model, costs.labels)
+        found = _relative_load(c, model)
         if found is not None:
             loads.setdefault((group, c.kind), {})[node] = found
     seconds = dict(costs.seconds)
@@ -125,10 +124,10 @@ def _single_rank_costs(graph: Graph, costs: GraphCosts, model: CostModel) -> Gra
     return replace(costs, seconds=seconds)
 
 
-def _relative_load(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> np.ndarray | None:
+def _relative_load(c: Collective, model: CostModel) -> np.ndarray | None:
     """Returns what each rank moves relative to the rank that moves most; None if all move the same."""
-    found, joins = _members(c, model, labels), c.descriptor.joins
-    if found is None or joins is None or _even_traffic(c, model, labels) is not None:
+    found, joins = _members(c, model), c.descriptor.joins
+    if found is None or joins is None or _even_traffic(c, model) is not None:
         return None
     nbytes = joins.load(*found).nbytes.ravel()
     return nbytes / nbytes.max() if nbytes.any() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -26,9 +27,14 @@ class Edges:
     after: dict[Node, list[Node]]
 
     @staticmethod
-    def of(graph: Graph) -> Edges:
-        """Returns the edges of a graph, those between writes and between random ops included."""
-        before = {node: list(dict.fromkeys(inputs)) for node, inputs in ordered_inputs(graph).items()}
+    def of(graph: Graph, chain: Sequence[Node] = ()) -> Edges:
+        """Returns the edges of a graph, those between writes and between random ops included.
+
+        Args:
+            graph: in a valid order.
+            chain: nodes that have to keep this order.
+        """
+        before = {node: list(dict.fromkeys(inputs)) for node, inputs in ordered_inputs(graph, chain).items()}
         after: dict[Node, list[Node]] = {node: [] for node in before}
         for node, inputs in before.items():
             for i in inputs:

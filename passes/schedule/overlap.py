@@ -2,18 +2,21 @@
 
 A collective is started early enough, and awaited late enough, that it has ended when its result is needed; not much
 earlier and not much later, because memory is held in between. Several orders are computed by list scheduling and
-replayed by the simulator; the fastest within the memory limit is taken. All of it reads `GraphCosts` only, which are
-rank-invariant, so that every rank takes the same order.
+replayed by the simulator; the fastest within the memory limit is taken. One rank decides for all, see
+`shardcompile.passes.plan`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
 from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
+from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
+from shardcompile.passes.plan import decide_order
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.search import search
@@ -52,24 +55,37 @@ class ScheduleOverlap:
     def __call__(self, graph: Graph) -> None:
         if not collectives(graph):
             return
+        _sort(decide_order(graph, self.name, lambda: self._search(graph), lambda starts: self._search(graph, starts)))
+
+    def _search(self, graph: Graph, starts: Sequence[Node] = ()) -> list[Node]:
+        if starts:
+            inputs = ordered_inputs(graph, starts)
+            _sort(needed_first(list(inputs), inputs.__getitem__))
         costs = GraphCosts.of(graph, self.model or CostModel.of(graph))
-        order = best_order(graph, costs, self.memory_limit)[0]
-        for earlier, later in itertools.pairwise(order):
-            earlier.append(later)
+        return best_order(graph, costs, self.memory_limit, starts)[0]
 
 
-def best_order(graph: Graph, costs: GraphCosts, memory_limit: float = MEMORY_LIMIT) -> tuple[list[Node], Timeline]:
+def _sort(order: Sequence[Node]) -> None:
+    """Moves all nodes of a graph into an order."""
+    for earlier, later in itertools.pairwise(order):
+        earlier.append(later)
+
+
+def best_order(
+    graph: Graph, costs: GraphCosts, memory_limit: float = MEMORY_LIMIT, starts: Sequence[Node] = ()
+) -> tuple[list[Node], Timeline]:
     """Returns the fastest order within the memory limit, and its timeline; the graph's own if none is better.
 
     Args:
         graph: in a valid order.
         costs: of the graph.
         memory_limit: see `ScheduleOverlap`.
+        starts: collectives that keep this order, which is that of the graph, too.
     """
     own_order = list(graph.nodes)
     own_timeline = simulate(own_order, costs)
     limit = byte_limit(graph, costs, memory_limit)
-    edges = Edges.of(graph)
+    edges = Edges.of(graph, starts)
     tasks = Tasks.of(edges, costs)
     found = search(tasks, limit, lower_bound(graph, costs) - costs.call)
     order = nodes_in_order(edges, tasks, found.order)

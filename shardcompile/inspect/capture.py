@@ -29,6 +29,7 @@ from shardcompile.inspect.report import Report
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives, origins
 from shardcompile.passes.pipeline import watching
+from shardcompile.passes.plan import Plan
 
 _LOG = logging.getLogger("shardcompile")
 
@@ -216,6 +217,11 @@ class _Watcher:
         followed = self._compiled or self._offline
         assert followed is not None, "a pipeline begins before it passes"
         followed.passed(graph, name)
+
+    def planned(self, plan: Plan) -> None:
+        followed = self._compiled or self._offline
+        if followed is not None and "passes" in self._stages:
+            followed.stages["plan"] = str(plan)
 
     def ended(self, graph: Graph) -> None:
         if self._offline is not None:

@@ -116,7 +116,8 @@ class GraphReport:
     Attributes:
         side: "forward", "backward" or "inference".
         nodes: the number of nodes after all passes.
-        stages: the graph as text: "aot", then after each pass that changed it, by name. "code" is Inductor's code.
+        stages: the graph as text: "aot", then after each pass that changed it, by name. "plan" is what the passes
+            decided, and "code" is Inductor's code.
         steps: the effect of each pass.
         traced: the collectives before the passes.
         issued: the collectives after the passes, in the order of their starts.

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile.compat.testing import tree_leaves
 from shardcompile.inspect.offline import CollectiveRecord, trace_offline
+from shardcompile.passes.plan import exchanging
 from shardcompile.sharding import Layout
 from shardcompile.tensor import ShardTensor
 
@@ -70,12 +72,14 @@ def same_collectives_on_every_rank(
     """
     shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
     seen: list[Layout] = []
+    store = HashStore()
 
     def trace(rank: int) -> Records:
         watched = _record(build, seen)
-        traced = trace_offline(
-            watched, world_size=world_size, mesh_shape=mesh_shape, rank=rank, device=device, **options
-        )
+        with exchanging(store, rank):  # one rank plans for all, as in a job
+            traced = trace_offline(
+                watched, world_size=world_size, mesh_shape=mesh_shape, rank=rank, device=device, **options
+            )
         return traced.collectives
 
     if ranks is not None and not ranks:

@@ -6,6 +6,7 @@ runs with the other tests; a thousand vectors for each program with ``-m sweep``
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.fx import Graph
@@ -24,7 +26,8 @@ from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective, collectives
-from tests.support import scale_models, suite
+from shardcompile.passes.plan import exchanging
+from tests.support import expert_models, scale_models, suite
 from tests.support.lockstep import world_of
 from tests.support.tiers import often
 
@@ -68,18 +71,20 @@ def plans(write: Write, number: int, models: list[CostModel] | None = None) -> l
     Args:
         write: the program.
         number: of the draw.
-        models: what each rank reckons with; one of several, drawn, if left out.
+        models: what each rank reckons with, and makes its own plan; one of several, drawn, if left out, and one rank
+            plans for all.
     """
     numbers = random.Random(number)
     ranks = numbers.choice([2, 3, 4])
     model = CostModel(numbers.choice([H100, A100, CPU_CORE]))
-    found = []
+    found, store = [], HashStore()
     with world_of(ranks) as world:
         world.name = lambda: "nccl"  # type: ignore[attr-defined]  # of the backend
         for rank in world.each():
             place = suite.Place(ranks, rank, "g", partitions_of(number, ranks))
             graph = write(place, random.Random(number))
-            scheduled(graph, model if models is None else models[rank % len(models)])
+            with exchanging(store, rank) if models is None else contextlib.nullcontext():
+                scheduled(graph, model if models is None else models[rank % len(models)])
             found.append(plan(graph, ranks))
     return found
 
@@ -126,11 +131,9 @@ def test_costs_that_differ_between_ranks_are_found_out() -> None:
 
 
 @pytest.mark.nightly
-def test_costs_of_this_ranks_shards_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor reckons: with the sizes in the graph, whether or not they are those of the other ranks."""
-    monkeypatch.setattr(rank_dependent_sizes, "labels", lambda graph, group_sizes=None: {})
-    monkeypatch.setattr(CostModel, "collective_seconds", lambda model, c, labels=None: 1e-6 + 1e-9 * c.nbytes)
-    assert disagreements(PROGRAMS["drawn"], range(12))
+def test_ranks_that_plan_for_themselves_are_found_out() -> None:
+    """By the sizes in the graph, which are not those of the other ranks."""
+    assert disagreements(PROGRAMS["drawn"], range(12), [CostModel(H100)])
 
 
 BUILDS = {
@@ -145,9 +148,9 @@ def traced_plans(name: str, number: int, ranks: int = 4) -> list[list[str]]:
     def rows(size: int, n: int) -> list[int]:
         return suite.random_partition(size, n, random.Random(f"{number} {size}"))
 
-    found = []
+    found, store = [], HashStore()
     for rank in range(ranks):
-        with offline_world(ranks, rank=rank, device="cpu") as world:
+        with offline_world(ranks, rank=rank, device="cpu") as world, exchanging(store, rank):
             lines: list[str] = []
             for graph in suite.traced(world, BUILDS[name](rows)):
                 scheduled(graph, CostModel(H100))
@@ -165,13 +168,16 @@ def test_ranks_that_trace_agree(name: str, number: int) -> None:
         assert other == first
 
 
-def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
+SUITE = scale_models.models(layers=2) | expert_models.models(layers=2)
+
+
+def plans_of_the_suite(name: str, rank: int, store: HashStore, ranks: int = 64) -> list[str]:
     """The collectives of one rank, in order, for a traced model of the suite that schedules are judged by.
 
     Ranks of other nodes have other groups, of as many ranks; and DTensor pads where a rank has less.
     """
     lines: list[str] = []
-    with scale_models.traced(scale_models.models(layers=2)[name], ranks, rank) as graphs:
+    with scale_models.traced(SUITE[name], ranks, rank) as graphs, exchanging(store, rank):
         for graph in graphs:
             scheduled(graph, CostModel(H100))
             lines += [
@@ -182,9 +188,10 @@ def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", often(sorted(scale_models.models(), key=lambda name: name != "Llama, 2-D"), 1))
+@pytest.mark.parametrize("name", often(sorted(SUITE, key=lambda name: name != "Llama, 2-D"), 1))
 def test_first_and_last_rank_of_the_suite_agree(name: str) -> None:
-    assert plans_of_the_suite(name, 0) == plans_of_the_suite(name, 63)
+    store = HashStore()
+    assert plans_of_the_suite(name, 0, store) == plans_of_the_suite(name, 63, store)
 
 
 @pytest.mark.parametrize("sizes", often([[5, 0, 3], [5, 1, 3], [2, 6, 1]], 1))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import HashStore
 from torch.fx import Graph, Node
 
 from shardcompile import compat
@@ -20,6 +21,7 @@ from shardcompile.collectives.descriptor import descriptor_of
 from shardcompile.collectives.torch_collectives import SHARD_DIM_ALLTOALL
 from shardcompile.passes.foreign.padded_chains import EXCHANGE, exchange_of
 from shardcompile.passes.graph.collective import KINDS, WAIT, Collective, add_node, collectives
+from shardcompile.passes.plan import exchanging
 
 _c10d = torch.ops._c10d_functional
 ALL_REDUCE = _c10d.all_reduce.default
@@ -88,9 +90,11 @@ def world_of(ranks: int) -> Iterator[World]:
 
 
 def apply(world: World, graph_pass: Callable[[Graph], None], graphs: Sequence[Graph]) -> None:
-    """Run a pass on every rank's graph."""
+    """Run a pass on every rank's graph; the ranks exchange their plans."""
+    store = HashStore()
     for rank in world.each():
-        graph_pass(graphs[rank])
+        with exchanging(store, rank):
+            graph_pass(graphs[rank])
         graphs[rank].lint()
 
 
