@@ -13,6 +13,8 @@ from shardcompile.api import randn as randn
 from shardcompile.api import register_sharding as register_sharding
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
+from shardcompile.artifacts import load_artifacts as load_artifacts
+from shardcompile.artifacts import record_artifacts as record_artifacts
 from shardcompile.compat.caches import tag_compiler_caches
 from shardcompile.compat.dynamo import name_backend
 from shardcompile.compat.raised_errors import let_errors_through

@@ -45,6 +45,12 @@ verify_timeout: float = 300.0
 """Seconds that a rank waits for the others to reach the same graph. A rank that finds the graph in a cache waits for
 those that compile it."""
 
+compile_on: Literal["one", "all"] = "one"
+"""Which ranks of a job compile a graph with Inductor. ``one``: the first rank that needs it; the others take its code,
+from Inductor's cache or over the store of the default process group. Graphs with other keys in that cache, such as
+those of other devices, are compiled apart. A rank that fails, dies or does not answer for seconds is named in a
+warning, and other ranks compile. ``all``: every rank for itself, as where Inductor's cache is off."""
+
 watch: bool = os.environ.get("SHARDCOMPILE_WATCH", "1") not in ("", "0")
 """Whether a watchdog thread of each rank diagnoses long waits, and aborts those that would hang; see
 `shardcompile.diagnosis`. On unless the environment variable SHARDCOMPILE_WATCH is 0. Read when a process group is used
@@ -81,7 +87,7 @@ def _value(name: str) -> object:
     return getattr(sys.modules[__name__], name)
 
 
-SETTINGS = ("fallback", "attention", "ring_steps", "attention_bytes", "verify", "verify_timeout", "watch")
+SETTINGS = ("fallback", "attention", "ring_steps", "attention_bytes", "verify", "verify_timeout", "compile_on", "watch")
 """The names of all settings."""
 
 _ATTENTION_STRATEGIES = ("auto", "ring", "gather", "heads")
@@ -98,6 +104,8 @@ class _Settings(types.ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         if name == "attention" and value not in _ATTENTION_STRATEGIES:
             raise ValueError(f"config.attention is one of {', '.join(map(repr, _ATTENTION_STRATEGIES))}, not {value!r}")
+        if name == "compile_on" and value not in ("one", "all"):
+            raise ValueError(f"config.compile_on is 'one' or 'all', not {value!r}")
         if name in ("ring_steps", "attention_bytes") and (not isinstance(value, int) or value < 0):
             raise ValueError(f"config.{name} is a number of at least 0, not {value!r}")
         before = attention_settings()

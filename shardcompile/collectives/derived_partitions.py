@@ -82,7 +82,9 @@ def shard_size(partition: Partition, mesh: DeviceMesh) -> IntLike:
     If an input is identically sharded, it is the symbol of that input: the compiler could not know that another symbol
     is equal to it.
     """
-    if partition.trace.local_size is not None or partition.known_sizes is not None:
+    if partition.trace.local_size is not None:
+        return partition.trace.local_size  # reads no coordinate: the trace may serve all ranks
+    if partition.known_sizes is not None:
         return partition.local_size(compat.coordinate(mesh) or ())
     if partition.kind == "chunk":
         for of_input in compat.inputs_noted(_name(partition, mesh)):

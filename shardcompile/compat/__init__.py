@@ -15,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.
 from torch._subclasses.fake_tensor import is_fake as is_fake  # 2.11 - 2.15
 
 from shardcompile.compat.backward_inputs import saved_for_backward as saved_for_backward
+from shardcompile.compat.compiled_once import keys_of_all_ranks as keys_of_all_ranks
+from shardcompile.compat.compiled_once import keys_tell_the_rank as keys_tell_the_rank
+from shardcompile.compat.compiled_once import world_rank as world_rank
 from shardcompile.compat.compiling import make_decisions_rank_invariant as make_decisions_rank_invariant
 from shardcompile.compat.compiling import trace_size_obliviously as trace_size_obliviously
 from shardcompile.compat.dynamo import has_guarded_address as has_guarded_address

@@ -14,6 +14,8 @@ the test fails, and the patch can go.
 
 from __future__ import annotations
 
+from shardcompile.compat.artifacts import OF_ARTIFACTS
+from shardcompile.compat.compiled_once import COMPILED_ONCE
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
@@ -209,6 +211,7 @@ OF_RANKS_ALIKE = (
         "2.11 - 2.15",
         buffers_vary,
     ),
+    COMPILED_ONCE,
 )
 """Put in when a compilation meets its first sharded tensor, and taken out when it ends."""
 
@@ -472,4 +475,5 @@ OF_A_TRACE = (
 
 def all_patches() -> tuple[Patch, ...]:
     """The patches of a compilation, and those that stay until the process ends."""
-    return tuple(dict.fromkeys((*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES, *in_place())))
+    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES, *OF_ARTIFACTS)
+    return tuple(dict.fromkeys((*stated, *in_place())))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
@@ -37,7 +38,7 @@ class Metadata:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return intern_metadata, (self.mesh, self.placements, self.dtype, self.partitions, self.copied)
+        return _restore, (self.mesh, self.placements, self.dtype, self.partitions, self.copied)
 
     @property
     def dynamic_dims(self) -> list[int]:
@@ -55,14 +56,17 @@ class Metadata:
         return any(part.kind != "chunk" or part.scale != 1 for part in self.partitions)
 
     def stable_text(self) -> str:
-        """Returns a text that is the same for the same metadata in every process, and differs between ranks."""
+        """Returns a text that is the same for the same metadata in every process, and differs between ranks.
+
+        Inside of `compat.keys_of_all_ranks`, ranks have the same text if their groups have the same names.
+        """
         mesh = self.mesh
         return repr(
             (
                 mesh.device_type,
                 mesh.mesh.tolist(),
                 mesh.mesh_dim_names,
-                mesh.get_coordinate(),
+                mesh.get_coordinate() if compat.keys_tell_the_rank() else None,
                 [compat.group_name_of(mesh, m) for m in range(mesh.ndim)],
                 [str(p) for p in self.placements],
                 str(self.dtype),
@@ -86,6 +90,25 @@ def intern_metadata(
     """Returns the interned metadata with these fields."""
     metadata = Metadata(mesh, placements, dtype, partitions, compat.world_epoch(), copied)
     return _INTERNED.setdefault(metadata, metadata)
+
+
+def _restore(mesh: DeviceMesh, *fields: Any) -> Metadata:
+    """Unpickles metadata, which another rank may have pickled, with the mesh as this rank knows it.
+
+    Raises:
+        RuntimeError: it comes from another rank, and this one has no sharded tensor on such a mesh.
+    """
+    known = (m.mesh for m in _INTERNED if _describe(m.mesh) == _describe(mesh))
+    own = next(known, mesh)
+    if own is mesh and dist.is_initialized():
+        at = mesh.get_coordinate()
+        if at is None or int(mesh.mesh[tuple(at)]) != dist.get_rank():
+            raise RuntimeError(f"metadata of a sharded tensor on {mesh} comes from another rank")
+    return intern_metadata(own, *fields)
+
+
+def _describe(mesh: DeviceMesh) -> tuple[object, ...]:
+    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
 
 
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:

@@ -675,6 +675,10 @@ SCENES: dict[str, Callable[[], str]] = {
 """By patch, a program that needs it."""
 
 WITHOUT_A_PROGRAM = {
+    "compiled_once": "values are right without it, and code is compiled by all: see test_compiled_once.py",
+    "portable_keys": "values are right without it, and code is compiled: see test_artifacts.py",
+    "kept_libraries": "values are right without it, and code is compiled: see test_artifacts.py",
+    "no_other_entries": "a later job would need it, on some of its ranks: see pure/test_artifacts.py",
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "grids_of_no_rows": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "sizes_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",

@@ -167,7 +167,9 @@ def matches() -> bool:
 
 
 def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / str(rank())))  # no rank finds what another one left
+    """Has no rank find what another one left, or take it from another one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / str(rank())))
+    monkeypatch.setattr(sc.config, "compile_on", "all")
 
 
 @contextlib.contextmanager
