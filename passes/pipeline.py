@@ -170,6 +170,7 @@ class Pipeline(compat.CustomGraphPass):
             self._run(graph)
 
     def _run(self, graph: Graph) -> None:
+        """Runs the passes by a common plan, tells watchers, and leaves a note for the compiled code."""
         if self.record:
             self.history.append([])
         watchers = _WATCHERS.here() if self.final else []
