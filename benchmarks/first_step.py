@@ -62,12 +62,12 @@ def _cpu() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def measure(ranks: int, compiler: str) -> dict[str, list[Measured]]:
+def measure(ranks: int, compiler: str, backend: str) -> dict[str, list[Measured]]:
     """Measures a cold and a warm first step on every rank."""
-    settings = Settings(ranks=ranks, compiler=compiler)  # type: ignore[arg-type]
+    settings = Settings(ranks=ranks, compiler=compiler, backend=backend)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        return {state: launch(first_step, settings, ranks, "gloo") for state in ("cold", "warm")}
+        return {state: launch(first_step, settings, ranks, backend) for state in ("cold", "warm")}
 
 
 def main() -> None:
@@ -75,8 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--compiler", default="shardcompile", choices=["shardcompile", "inductor"])
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     options = parser.parse_args()
-    results = {n: measure(n, options.compiler) for n in (1, options.ranks)}
+    results = {n: measure(n, options.compiler, options.backend) for n in (1, options.ranks)}
     rows = []
     for state in ("cold", "warm"):
         one, many = results[1][state], results[options.ranks][state]
