@@ -37,6 +37,13 @@ _PART = 4 << 20
 
 _DONE, _FAILED = b"done", b"failed"
 
+_LOST: dict[str, int] = {}
+"""The beats at which ranks were lost, by rank. One that has not beaten since is not waited for again."""
+
+
+def _beat_of(rank: str) -> str:
+    return f"shardcompile/beat/{rank}"
+
 
 class Leadership:
     """What the leader holds until it publishes or fails.
@@ -44,13 +51,15 @@ class Leadership:
     Args:
         store: of the process group.
         term: the prefix of the keys of this election.
+        rank: of this process.
     """
 
-    def __init__(self, store: Store, term: str) -> None:
-        self._store, self._term = store, term
+    def __init__(self, store: Store, term: str, rank: str) -> None:
+        self._store, self._term, self._rank = store, term, rank
         self._ended = threading.Event()
         if store.check([f"{term}/result"]):
             store.delete_key(f"{term}/result")  # this rank led before, and failed
+        store.add(_beat_of(rank), 1)
         threading.Thread(target=self._beat, name="shardcompile-leader", daemon=True).start()
 
     def publish(self, content: bytes | None) -> None:
@@ -75,7 +84,7 @@ class Leadership:
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):
             try:
-                self._store.add(f"{self._term}/beat", 1)
+                self._store.add(_beat_of(self._rank), 1)
             except RuntimeError:  # the store has ended, and with it the job
                 return
 
@@ -101,7 +110,7 @@ def elect(store: Store, key: str, rank: int, what: str, silence: float = SILENCE
             leader = store.compare_set(f"{name}/leader", "", str(rank)).decode()
             if leader == str(rank):
                 made = _published_in(store, name)  # by this rank, which has asked before
-                return Leadership(store, name) if made is None else made
+                return Leadership(store, name, leader) if made is None else made
             result = _await(store, name, leader, what, silence)
             if result is not None:
                 if result.startswith(_FAILED):
@@ -134,12 +143,16 @@ def _await(store: Store, name: str, leader: str, what: str, silence: float) -> b
     """Waits for the result of a term; returns None if its leader is lost."""
     start = since = time.monotonic()
     beat, pause, said = -1, _FIRST_PAUSE, 0
+    lost_at = _LOST.get(leader)
     while not store.check([f"{name}/result"]):
         now = time.monotonic()
-        seen = store.add(f"{name}/beat", 0)
+        seen = store.add(_beat_of(leader), 0)
+        if seen == lost_at:
+            return None
         if seen != beat:
             beat, since = seen, now
         elif now - since > silence:
+            _LOST[leader] = seen
             return None
         if now - start > _SLOW * (said + 1):
             said += 1

@@ -17,6 +17,11 @@ from shardcompile.election import Leadership, elect, published
 WHAT = "a thing"
 
 
+@pytest.fixture(autouse=True)
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(election, "_LOST", {})
+
+
 def in_threads(*calls: Callable[[], object]) -> list[object]:
     results: list[object] = [None] * len(calls)
 
@@ -106,6 +111,27 @@ def test_another_rank_leads_if_one_is_silent(store: Store, caplog: pytest.LogCap
     assert time.monotonic() - begin < 5
     assert "rank 0, which makes a thing for all ranks, has not answered" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_rank_that_was_lost_is_not_waited_for_again_until_it_beats(store: Store) -> None:
+    for key in ("key", "other key"):
+        led = elect(store, key, 0, WHAT)
+        assert isinstance(led, Leadership)
+        led._ended.set()
+    assert isinstance(elect(store, "key", 1, WHAT, silence=0.3), Leadership)
+    begin = time.monotonic()
+    assert isinstance(elect(store, "other key", 1, WHAT, silence=30), Leadership)
+    assert time.monotonic() - begin < 5
+    back = elect(store, "third key", 0, WHAT)
+    assert isinstance(back, Leadership)
+    results: list[object] = []
+
+    def publish() -> None:
+        time.sleep(0.2)
+        back.publish(b"by rank 0")
+
+    in_threads(publish, lambda: results.append(elect(store, "third key", 1, WHAT)))
+    assert results == [b"by rank 0"]
 
 
 def test_a_rank_goes_on_alone_without_a_store(caplog: pytest.LogCaptureFixture) -> None:

@@ -218,7 +218,7 @@ POINTS = [
     "torch._functorch.aot_autograd.aot_stage1_graph_capture",
     "torch._functorch.aot_autograd.aot_stage2_compile",
     "torch._functorch._aot_autograd.graph_compile._aot_stage2b_bw_compile",
-    "torch._inductor.compile_fx.compile_fx_inner",
+    "torch._inductor.compile_fx._compile_fx_inner",
     "torch._inductor.compile_fx.fx_codegen_and_compile",
     "torch._inductor.graph.GraphLowering.run",
     "torch._inductor.graph.GraphLowering.codegen",
