@@ -1,7 +1,7 @@
 """Schedules of training graphs by our passes and by Inductor's, against two bounds.
 
     python -m benchmarks.training [--traced | --written] [--layers N] [--worlds 64 256 1024] [--only NAME ...]
-                                  [--held-out] [--told] [--no-inductor] [--json FILE]
+                                  [--held-out] [--no-inductor] [--json FILE]
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Traced graphs are those of
 the models in `tests/support/scale_models.py` and `expert_models.py`, as `shardcompile.inspect.offline` gives them.
@@ -10,7 +10,7 @@ and gathered one by one (1-D); the same over the nodes, with tensor parallelism 
 shards, log-normal, by our collectives (uneven).
 
 Where data choose the experts of a token, times are those of a run in which all experts are chosen equally often. Our
-passes are not told what unbacked sizes are then, unless by `--told`; Inductor is.
+passes assume that by themselves (`passes/cost/routes.py`); Inductor is told the sizes.
 
 `bound` is what no order of the graph as it came can beat. `buckets` is what no order can beat whatever shares buckets:
 all bytes, of uneven shards those of one rank, one latency for each kind of collective and group, and the longest path;
@@ -67,7 +67,7 @@ COLUMNS = [
 ]
 
 
-def row(name: str, graph: Graph, inductor: bool, data_size: int | None = None, told: bool = False) -> dict[str, Any]:
+def row(name: str, graph: Graph, inductor: bool, data_size: int | None = None) -> dict[str, Any]:
     """Schedules one graph in all ways.
 
     Args:
@@ -75,12 +75,8 @@ def row(name: str, graph: Graph, inductor: bool, data_size: int | None = None, t
         graph: any; it is not changed.
         inductor: whether Inductor schedules it, too.
         data_size: see `scale_models.with_data_sizes`.
-        told: whether our passes know this size; Inductor does.
     """
-    with scale_models.with_data_sizes(graph, data_size if told else None):
-        ours = schedules.scheduled(graph)
-    if data_size is None:
-        return _row(name, graph, inductor, *ours)
+    ours = schedules.scheduled(graph)
     with scale_models.with_data_sizes(graph, data_size):
         return _row(name, graph, inductor, *ours)
 
@@ -156,8 +152,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with scale_models.traced(model, ranks) as both:
                 for side, graph in zip(("forward", "backward"), both, strict=True):
                     if collectives(graph):
-                        told = (model.data_size, options.told)
-                        yield row(f"{side} {ranks}, {name}", graph, not options.no_inductor, *told)
+                        yield row(f"{side} {ranks}, {name}", graph, not options.no_inductor, model.data_size)
 
 
 def main() -> None:
@@ -169,7 +164,6 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--only", nargs="+", help="names of models, or 1-D, 2-D, uneven of written ones")
     parser.add_argument("--held-out", action="store_true", help="only the traced graphs that no pass may be tuned on")
-    parser.add_argument("--told", action="store_true", help="tell our passes the sizes that depend on data")
     parser.add_argument("--no-inductor", action="store_true")
     parser.add_argument("--json", type=Path, help="a file to which each row is added as a line")
     options = parser.parse_args()

@@ -21,7 +21,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import Store
 from torch.fx import Graph, Node
 
@@ -143,7 +142,7 @@ class _Planning:
         if plan is not None and plan.key != self._key:
             raise PassError(f"the plan is for graph {plan.key[:12]}, and this is graph {self._key[:12]}")
         if plan is None and exchange is not None:
-            found = exchange.elect(f"{self._key}/{_hash([self._passes])}")
+            found = exchange.elect(self._key, self._passes)
             if isinstance(found, Leadership):
                 self._leadership = found
             elif found is not None:
@@ -152,12 +151,13 @@ class _Planning:
 
     def end(self, error: BaseException | None) -> None:
         """Tells the ranks that wait for this one."""
-        if self._leadership is None:
+        plan = self.made
+        if self._leadership is None or plan is None:
             return
         if error is not None:
             self._leadership.fail(f"{type(error).__name__}: {error}")
         else:
-            self._leadership.publish(Plan(self._key, tuple(self._made)).dumps())
+            self._leadership.publish(plan.dumps())
 
 
 _PLANNING: ContextVar[_Planning | None] = ContextVar("planning", default=None)
@@ -240,13 +240,11 @@ class Exchange:
         given = _EXCHANGE.get()
         if given is not None:
             return given
-        if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() == "fake":
-            return None
-        return Exchange(compat.store(), compat.world_rank())
+        return Exchange(compat.store(), compat.world_rank()) if compat.has_other_ranks() else None
 
-    def elect(self, key: str) -> Leadership | bytes | None:
-        """Elects the rank that plans, see `shardcompile.election.elect`."""
-        return elect(self.store, f"shardcompile/plan/{key}", self.rank, _WHAT)
+    def elect(self, key: str, passes: str) -> Leadership | bytes | None:
+        """Elects the rank that plans, for a graph and for passes, see `shardcompile.election.elect`."""
+        return elect(self.store, f"shardcompile/plan/{key}/{_hash([passes])}", self.rank, _WHAT)
 
 
 _EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
@@ -295,7 +293,7 @@ def compare(passes: str, plan: Plan) -> None:
         PassError: another rank has code of another plan, such as from the cache of another host.
     """
     exchange = Exchange.here()
-    found = None if exchange is None else exchange.elect(f"{plan.key}/{_hash([passes])}")
+    found = None if exchange is None else exchange.elect(plan.key, passes)
     if isinstance(found, Leadership):
         found.publish(plan.dumps())
     elif found is not None and found != plan.dumps():

@@ -2,7 +2,7 @@
 
 It runs with ``SHARDCOMPILE_VERIFY=1``, or with `config.verify`. Without it, `shardcompile.diagnosis` raises a
 `DivergenceError` when such ranks meet. What makes graphs equal in the first place are decisions by rank-invariant data
-(`shardcompile.dispatch`), and the patches of `shardcompile.compat.compiling`.
+(`shardcompile.dispatch`), the plans of `shardcompile.passes.plan`, and the patches of `shardcompile.compat.compiling`.
 
 Each rank records the collectives of its graph in order: kind, dtype, bytes of the global tensor and reduction. The
 ranks of every process group compare their records through the key-value store of the default process group; nothing is
@@ -122,7 +122,7 @@ def agreed(lines: Sequence[str]) -> list[str]:
     It serves decisions whose rank-invariance does not follow from this rank's graph. Every rank of the default process
     group has to call it equally often, so code that depends on it may not be cached.
     """
-    if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() == "fake":
+    if not compat.has_other_ranks():
         return list(lines)
     progress = _progress()
     key = f"shardcompile/agree/{progress.failures}/{progress.graphs['']}"  # no group has an empty name
@@ -141,7 +141,7 @@ def report_failure(error: BaseException) -> None:
 def _report(error: BaseException) -> None:
     if _is_from_another_rank(error):
         return
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+    if compat.has_other_ranks():
         text = f"rank {dist.get_rank()} failed to compile: {type(error).__name__}: {error}"
         progress = _progress()
         compat.store().set(_failure_key(progress), text[:2000])

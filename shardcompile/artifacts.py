@@ -233,9 +233,10 @@ def _reason_of_all(name: str, reason: str) -> str:
         name: a digest of the file.
         reason: why this rank cannot use it; empty if it can.
     """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake" or rank_of_thread() is not None:
+    if not compat.has_other_ranks() or rank_of_thread() is not None:
         return reason
+    world = dist.group.WORLD
+    assert world is not None, "there is a default process group"
     store, rank, ranks = compat.store(), dist.get_rank(), dist.get_world_size()
     prefix = f"shardcompile/artifacts/{next(_CALLS.setdefault(world, itertools.count()))}"
     if reason:

@@ -11,7 +11,6 @@ need.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence, Set
@@ -39,7 +38,7 @@ from shardcompile.errors import CollectiveError
 from shardcompile.passes.bucket.choice import BucketSearch
 from shardcompile.passes.cost.model import CostModel, computes_nothing
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
-from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
+from shardcompile.passes.graph.dependencies import move_into, needed_first, ordered_inputs
 from shardcompile.passes.plan import decide_buckets
 from shardcompile.sharding import GroupPartition
 
@@ -344,9 +343,7 @@ def _sort(graph: Graph) -> None:
     Views and allocations are placed where they are read, since a bucket need not be issued early for their sake.
     """
     inputs = ordered_inputs(graph)
-    order = needed_first(list(inputs), inputs.__getitem__, on_demand=computes_nothing)
-    for earlier, later in itertools.pairwise(order):
-        earlier.append(later)
+    move_into(needed_first(list(inputs), inputs.__getitem__, on_demand=computes_nothing))
 
 
 def _flat(graph: Graph, payload: Node) -> Node:

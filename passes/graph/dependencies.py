@@ -205,6 +205,11 @@ def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[No
             if not missing[user]:
                 heapq.heappush(ready, (priority(user), position[user], user))
     assert len(order) == len(position), "the graph has a cycle"
+    move_into(order)
+
+
+def move_into(order: Sequence[Node]) -> None:
+    """Moves all nodes of a graph into an order."""
     for earlier, later in itertools.pairwise(order):
         earlier.append(later)
 

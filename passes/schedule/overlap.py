@@ -8,14 +8,13 @@ replayed by the simulator; the fastest within the memory limit is taken. One ran
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
 from shardcompile.passes.cost.model import CostModel, GraphCosts
 from shardcompile.passes.graph.collective import collectives
-from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
+from shardcompile.passes.graph.dependencies import move_into, needed_first, ordered_inputs
 from shardcompile.passes.plan import decide_order
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
@@ -55,20 +54,16 @@ class ScheduleOverlap:
     def __call__(self, graph: Graph) -> None:
         if not collectives(graph):
             return
-        _sort(decide_order(graph, self.name, lambda: self._search(graph), lambda starts: self._search(graph, starts)))
+        move_into(
+            decide_order(graph, self.name, lambda: self._search(graph), lambda starts: self._search(graph, starts))
+        )
 
     def _search(self, graph: Graph, starts: Sequence[Node] = ()) -> list[Node]:
         if starts:
             inputs = ordered_inputs(graph, starts)
-            _sort(needed_first(list(inputs), inputs.__getitem__))
+            move_into(needed_first(list(inputs), inputs.__getitem__))
         costs = GraphCosts.of(graph, self.model or CostModel.of(graph))
         return best_order(graph, costs, self.memory_limit, starts)[0]
-
-
-def _sort(order: Sequence[Node]) -> None:
-    """Moves all nodes of a graph into an order."""
-    for earlier, later in itertools.pairwise(order):
-        earlier.append(later)
 
 
 def best_order(

@@ -85,6 +85,5 @@ ALL_TO_ALL_V = Descriptor(
     source=lambda a: (a.total, a.src),
     joins=Joins("all_to_all_bucket", lambda a: [a.src, a.dst], Load.of_exchange, uneven=True),
     states=("dim", "shard sizes", "to dim", "shard sizes", "other sizes"),
-    states_global_bytes=True,
     as_integers=True,
 )

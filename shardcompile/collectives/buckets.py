@@ -360,7 +360,6 @@ ALL_GATHER_BUCKET = Descriptor(
     traffic=lambda members, n: gathered_in_a_bucket(Load.of_shards(members, n)),
     whole=lambda a: sum(size_with(*row) for row in zip(a.inputs, a.dims, a.totals, strict=True)),
     states=("shares",),
-    states_global_bytes=True,
 )
 
 REDUCE_SCATTER_BUCKET = Descriptor(
@@ -383,5 +382,4 @@ ALL_TO_ALL_BUCKET = Descriptor(
     traffic=lambda members, n: exchanged_in_a_bucket(Load.of_exchange(members, n)),
     whole=lambda a: sum(size_with(x, dims[0], sizes[0]) for x, dims, sizes, _ in _split_members(a)),
     states=("shares",),
-    states_global_bytes=True,
 )

@@ -80,7 +80,6 @@ class Descriptor(Generic[A]):
         communicates: whether it sends anything.
         of_one_rank: whether a graph knows only what this rank puts in. The traffic is then estimated as if all ranks
             put in as much.
-        states_global_bytes: whether the bytes of the global tensor follow from its arguments, not the payload's alone.
         moves_rows: whether rows move from one rank to others.
         as_integers: whether it only copies elements, so that elements of dtypes that few kernels support can travel as
             integers.
@@ -103,7 +102,6 @@ class Descriptor(Generic[A]):
     states: tuple[str, ...] = ()
     communicates: bool = True
     of_one_rank: bool = False
-    states_global_bytes: bool = False
     moves_rows: bool = True
     as_integers: bool = False
     returns: str = "Tensor"

@@ -110,7 +110,6 @@ ALL_GATHER_V = Descriptor(
     source=lambda a: (a.total, a.partition),
     joins=Joins("all_gather_bucket", _partitions, uneven=True),
     states=("dim", "shard sizes", "other sizes"),
-    states_global_bytes=True,
     as_integers=True,
 )
 

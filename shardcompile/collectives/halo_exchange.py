@@ -237,7 +237,6 @@ def _describe(
         whole=lambda a: size_with(a.input, a.dim, a.total),
         source=lambda a: (a.total, a.partition),
         states=("dim", "shard sizes", "rows before", "rows after", "other sizes"),
-        states_global_bytes=True,
     )
     return descriptor
 

@@ -112,7 +112,6 @@ GATHER_PARTITION = Descriptor(
     members=lambda a, n: [Member(GroupShards(None, is_number(a.input.shape[a.dim])), None, 16)],
     traffic=even_gather,
     of_one_rank=True,
-    states_global_bytes=True,
     moves_rows=False,
 )
 

@@ -172,5 +172,4 @@ RANGE_BUCKET = Descriptor(
     traffic=ranges.traffic,
     whole=lambda a: sum(spec.of.whole(record) for spec, record in members_of(a)),  # type: ignore[misc]
     states=("members",),
-    states_global_bytes=True,
 )

@@ -296,7 +296,6 @@ def _describe(
         source=lambda a: (a.total, a.src),
         joins=JOINS,
         states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
-        states_global_bytes=True,
         as_integers=exchange is exchange_to_fetch,  # a return adds
     )
     return descriptor

@@ -223,7 +223,6 @@ def _describe(kind: str, *, back: bool) -> Descriptor[RingStep]:
         whole=_whole,
         source=lambda a: (a.total, a.partition),
         states=("by", "shard sizes", "other sizes"),
-        states_global_bytes=True,
     )
     return descriptor
 

@@ -175,7 +175,6 @@ REGROUP_ROWS: Descriptor[Regroup] = Descriptor(
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
     states=("dim", "shard sizes", "to shard sizes", "segments held", "segments wanted", "other sizes"),
-    states_global_bytes=True,
     as_integers=True,
 )
 

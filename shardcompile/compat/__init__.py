@@ -31,6 +31,7 @@ from shardcompile.compat.groups import coordinate as coordinate
 from shardcompile.compat.groups import count_as_collective as count_as_collective
 from shardcompile.compat.groups import current_mesh as current_mesh
 from shardcompile.compat.groups import group_name_of as group_name_of
+from shardcompile.compat.groups import has_other_ranks as has_other_ranks
 from shardcompile.compat.groups import let_comm_debug_mode_see_through as let_comm_debug_mode_see_through
 from shardcompile.compat.groups import mesh_itself as mesh_itself
 from shardcompile.compat.groups import process_group as process_group

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters  # 2.11 - 2.15
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcompile.compat.groups import store
+from shardcompile.compat.groups import has_other_ranks, store
 from shardcompile.compat.patch import Patch, replace
 from shardcompile.compat.threads import rank_of_thread
 from shardcompile.election import Leadership, elect, published
@@ -138,13 +138,7 @@ def _shares_code() -> bool:
     # It imports this package.
     from shardcompile import config
 
-    return (
-        config.compile_on == "one"
-        and rank_of_thread() is None
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
-        and dist.get_backend() != "fake"
-    )
+    return config.compile_on == "one" and rank_of_thread() is None and has_other_ranks()
 
 
 class _Hooks:
@@ -288,7 +282,8 @@ def compiled_once(stack: contextlib.ExitStack) -> None:
 COMPILED_ONCE = Patch(
     "compiled_once",
     "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache, torch._inductor.codecache.FxGraphCache: lookups "
-    "and saves; torch._inductor.compile_fx.fx_codegen_and_compile; torch._dynamo.backends.common.aot_module_simplified",
+    "and saves, and autograd_cache_key; torch._inductor.compile_fx.fx_codegen_and_compile; "
+    "torch._dynamo.backends.common.aot_module_simplified; DeviceMesh.get_coordinate, get_local_rank; ProcessGroup.rank",
     "Every rank compiles the same code: the CPU time of a job grows with its ranks, and ranks that choose kernels by "
     "time may choose different ones.",
     "https://github.com/pytorch/pytorch/issues/190941; a remote cache cannot be given to the compiler (create_cache "

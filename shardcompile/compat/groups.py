@@ -35,6 +35,12 @@ def store() -> torch.distributed.Store:
     return _get_default_store()
 
 
+def has_other_ranks() -> bool:
+    """Whether there is a default process group of several ranks, which is not a fake one: a store to meet them at."""
+    dist = torch.distributed
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+
+
 def abort(groups: Sequence[ProcessGroup]) -> None:
     """End what waits in some process groups of NCCL, all together: one by one they can wait for one another.
 

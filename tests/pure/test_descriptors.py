@@ -105,7 +105,6 @@ def toy() -> Iterator[Descriptor[_Toy]]:
         traffic=shards_to_all,
         source=lambda a: (a.total, a.partition),
         joins=Joins("all_gather_bucket", lambda a: [a.partition], uneven=True),
-        states_global_bytes=True,
     )
     del descriptors_module._ALL[before:]
 

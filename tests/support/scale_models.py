@@ -484,7 +484,7 @@ def traced(model: Traced, ranks: int, rank: int = 0) -> Iterator[list[Graph]]:
 def with_data_sizes(graph: Graph, data_size: int | None) -> Iterator[None]:
     """Inside the context, each data-dependent size of a graph that has no hint has this one.
 
-    A trace does not tell such sizes, and neither do passes know them. Times are computed with those of a typical run.
+    A trace does not tell such sizes. Times are computed with those of a typical run.
     """
     values = [node.meta.get("val") for node in graph.nodes]
     sizes = [v for v in values if compat.has_no_hint(v)]
