@@ -27,7 +27,7 @@ from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.plan import exchanging
-from tests.support import expert_models, scale_models, suite
+from tests.support import expert_models, llama, scale_models, suite
 from tests.support.lockstep import world_of
 from tests.support.tiers import often
 
@@ -35,6 +35,19 @@ Write = Callable[[suite.Place, random.Random], Graph]
 
 SIZE = suite.Size(2, width=64, tokens=256, heads=2, sequence=64)
 EXPERTS = suite.Experts(layers=2, tokens=8, width=64, hidden=64)
+LLAMA = llama.Shape(layers=2, tokens=64, width=64, hidden=96, heads=4, shared_heads=2, words=128)
+
+
+def own_tokens(place: suite.Place) -> suite.Size:
+    """The size of a model whose input is plain, with other tokens on each rank."""
+    return replace(SIZE, tokens=SIZE.sequence * (1 + 3 * place.rank))
+
+
+def weights(place: suite.Place) -> llama.Groups:
+    """Weights in shards, over all ranks."""
+    return llama.Groups(place.group, place.ranks)
+
+
 PROGRAMS: dict[str, Write] = {
     "layers sharded, forward": lambda place, _: suite.fsdp_forward(place, SIZE),
     "layers sharded, backward": lambda place, _: suite.fsdp_backward(place, SIZE),
@@ -42,6 +55,10 @@ PROGRAMS: dict[str, Write] = {
     "experts, backward": lambda place, _: suite.experts_backward(place, EXPERTS),
     "u-net with halos": lambda place, _: suite.unet_forward(place, suite.Images(4, 16, 8)),
     "drawn": suite.drawn,
+    "other tokens on each rank, forward": lambda place, _: suite.fsdp_forward(place, own_tokens(place)),
+    "other tokens on each rank, backward": lambda place, _: suite.fsdp_backward(place, own_tokens(place)),
+    "Llama, forward": lambda place, _: llama.forward(place, LLAMA, weights(place), uneven=True),
+    "Llama, backward": lambda place, _: llama.backward(place, LLAMA, weights(place), uneven=True),
 }
 
 
