@@ -68,7 +68,7 @@ class Collective:
         if found is None:
             return None
         arguments = found.signature.read(node.args)
-        payloads, group_name = tuple(payloads_of(arguments)), arguments.group_name
+        payloads, group_name = tuple(payloads_of(arguments)), compat.common_name(arguments.group_name)
         assert isinstance(group_name, str) and all(isinstance(p, Node) for p in payloads), (
             f"unknown arguments of {node}"
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
+from torch._C._distributed_c10d import (
+    _register_process_group,  # 2.11 - 2.15
+    _register_work,  # 2.11 - 2.15
+    _unregister_process_group,  # 2.11 - 2.15
+)
 from torch._guards import TracingContext  # 2.11 - 2.15
 from torch._ops import OpOverloadPacket  # 2.11 - 2.15
 from torch.distributed import ProcessGroup
@@ -22,7 +27,8 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
 
 from shardcompile.compat.patch import Patch, put_in_for_good, replace
-from shardcompile.compat.worlds import add_guard
+from shardcompile.compat.threads import rank_of_thread
+from shardcompile.compat.worlds import add_guard, forget_with_world
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -56,9 +62,64 @@ def abort(groups: Sequence[ProcessGroup]) -> None:
     first._group_end()  # type: ignore[attr-defined]  # 2.11 - 2.15
 
 
+_COMMON_NAMES: dict[str, str] = {}
+"""The names of `group_name_of`, by torch's names."""
+
+
+def _forget_common_names() -> None:
+    for name in _COMMON_NAMES.values():
+        _unregister_process_group(name)
+    _COMMON_NAMES.clear()
+
+
+forget_with_world(_forget_common_names)
+
+
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
-    """The name of this rank's process group along a mesh dim."""
-    return mesh.get_group(mesh_dim).group_name
+    """The name of this rank's process group along a mesh dim, which is the same on all ranks of the mesh.
+
+    A mesh of several dims has several groups along each, and torch numbers them all. These numbers would stand in
+    graphs, and code that one rank compiles would not serve the others. So each group is registered under a second name,
+    by the dim's place in the mesh. A name is local to the process: a graph has those of the meshes in its program.
+    """
+    group = mesh.get_group(mesh_dim)
+    name = group.group_name
+    common = _COMMON_NAMES.get(name)
+    if common is not None:
+        return common
+    if rank_of_thread() is not None or (mesh.ndim == 1 and root_of(mesh) is mesh):
+        return name  # ranks that are threads share the registry; all ranks of a mesh of one dim are in one group
+    label = f"mesh:{_dim_of_root(mesh, mesh_dim)}"
+    taken = set(_COMMON_NAMES.values())
+    common = next(n for n in itertools.chain([label], (f"{label}#{i}" for i in itertools.count(1))) if n not in taken)
+    _register_process_group(common, group)
+    _COMMON_NAMES[name] = common
+    return common
+
+
+def _dim_of_root(mesh: DeviceMesh, mesh_dim: int) -> int | str:
+    """Where a dim is in the mesh of which this one is a part; its name if that one lacks it, since it was flattened."""
+    names, of_root = mesh.mesh_dim_names, root_of(mesh).mesh_dim_names
+    if names is None or of_root is None:
+        return mesh_dim
+    return of_root.index(names[mesh_dim]) if names[mesh_dim] in of_root else names[mesh_dim]
+
+
+def common_name(name: str) -> str:
+    """The name by which `group_name_of` knows a group that has been named by torch, if it does."""
+    return _COMMON_NAMES.get(name, name)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which a mesh is a part; itself if it is none."""
+    root: DeviceMesh = mesh._get_root_mesh()  # 2.11 - 2.15
+    return root
+
+
+def describe_mesh(mesh: DeviceMesh) -> tuple[object, ...]:
+    """What a mesh is, the same on all ranks of its root: a part of a mesh has other ranks on each."""
+    root = root_of(mesh)
+    return mesh.device_type, root.mesh.tolist(), root.mesh_dim_names, mesh.mesh_dim_names, tuple(mesh.shape)
 
 
 def mesh_itself(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -58,14 +58,12 @@ class Metadata:
     def stable_text(self) -> str:
         """Returns a text that is the same for the same metadata in every process, and differs between ranks.
 
-        Inside of `compat.keys_of_all_ranks`, ranks have the same text if their groups have the same names.
+        Inside of `compat.keys_of_all_ranks`, the ranks of a mesh have the same text.
         """
         mesh = self.mesh
         return repr(
             (
-                mesh.device_type,
-                mesh.mesh.tolist(),
-                mesh.mesh_dim_names,
+                compat.describe_mesh(mesh),
                 mesh.get_coordinate() if compat.keys_tell_the_rank() else None,
                 [compat.group_name_of(mesh, m) for m in range(mesh.ndim)],
                 [str(p) for p in self.placements],
@@ -98,17 +96,13 @@ def _restore(mesh: DeviceMesh, *fields: Any) -> Metadata:
     Raises:
         RuntimeError: it comes from another rank, and this one has no sharded tensor on such a mesh.
     """
-    known = (m.mesh for m in _INTERNED if _describe(m.mesh) == _describe(mesh))
+    known = (m.mesh for m in _INTERNED if compat.describe_mesh(m.mesh) == compat.describe_mesh(mesh))
     own = next(known, mesh)
     if own is mesh and dist.is_initialized():
         at = mesh.get_coordinate()
         if at is None or int(mesh.mesh[tuple(at)]) != dist.get_rank():
             raise RuntimeError(f"metadata of a sharded tensor on {mesh} comes from another rank")
     return intern_metadata(own, *fields)
-
-
-def _describe(mesh: DeviceMesh) -> tuple[object, ...]:
-    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
 
 
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:

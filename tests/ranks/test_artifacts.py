@@ -27,9 +27,12 @@ from tests.support.tiers import needs_compiler
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made for 4 ranks by another process, whose cache no rank sees."""
-    folder = tmp_path_factory.mktemp("precompiled")
-    command = [sys.executable, "-m", "shardcompile", "precompile", "tests.support.precompiled:build"]
-    options = ["--world-size", "4", "--out", str(folder / "step.artifacts")]
+    return precompiled(tmp_path_factory.mktemp("precompiled"), "build", "--world-size", "4")
+
+
+def precompiled(folder: Path, build: str, *options: str) -> Path:
+    command = [sys.executable, "-m", "shardcompile", "precompile", f"tests.support.precompiled:{build}"]
+    command += ["--out", str(folder / "step.artifacts")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     cwd = Path(__file__).parents[2]
     made = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, cwd=cwd, env=env)
@@ -54,6 +57,20 @@ def test_ranks_compile_nothing(sizes: list[int], made: Path, tmp_path: Path, mon
     calls = without_compiler(tmp_path, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     check(launch(run, Job(made, tmp_path, sizes), len(sizes), "gloo"), sizes)
+    assert not calls.exists(), calls.read_text()
+
+
+@needs_compiler
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [[5, 6], [1, 0, 40]], ids=["4 ranks", "6 ranks, another partition"])
+def test_ranks_of_a_mesh_of_two_dims_compile_nothing(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = "--world-size", "4", "--mesh", "2x2"
+    path = precompiled(tmp_path, "build_grid", *grid)
+    calls = without_compiler(tmp_path, monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    check(launch(run, Job(path, tmp_path, sizes, columns=2), 2 * len(sizes), "gloo"), sizes)
     assert not calls.exists(), calls.read_text()
 
 

@@ -322,3 +322,41 @@ def test_the_others_go_on_without_a_leader_that_ends(point: str, what: str, tmp_
     assert seconds < 10
     # What the leader left in the cache is whole.
     assert all("COMPILED" in out for out in run_stopped("", "", tmp_path)[0])
+
+
+def grid_step(x: Tensor, weight: Tensor) -> Tensor:
+    y = (x @ weight).relu()
+    return (y * y.sum(0)).square().sum()
+
+
+def check_grid(folder: str, part: str | None) -> int:
+    """As `check`, on a mesh of two dims, or on one dim of it."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    full, plain = torch.randn(7, 5), torch.randn(5, 5, requires_grad=True)
+    expected = grid_step(full, plain)
+    expected.backward()
+    rows, columns = {0: [5, 2]}, {1: [2, 3]}
+    if part is None:
+        x = sc.distribute_tensor(full, mesh, [Shard(0), Replicate()], sharding_shapes=rows)
+        weight = sc.distribute_tensor(plain.detach(), mesh, [Replicate(), Shard(1)], sharding_shapes=columns)
+    else:
+        x = sc.distribute_tensor(full, mesh[part], [Replicate()])
+        weight = sc.distribute_tensor(plain.detach(), mesh[part], [Shard(1)], sharding_shapes={0: [2, 3]})
+    weight.requires_grad_()
+    with counted() as graphs:
+        loss = torch.compile(grid_step, fullgraph=True, backend="shardcompile")(x, weight)
+        loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    assert isinstance(weight.grad, sc.ShardTensor)
+    torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
+    return len(graphs)
+
+
+@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.parametrize("part", [None, "columns"])
+def test_ranks_of_a_mesh_of_two_dims_share_code(part: str | None, tmp_path: Path) -> None:
+    """Though their groups along a dim are different ones, with names of their own."""
+    assert sorted(everywhere(check_grid(common_folder(tmp_path), part))) == [0, 0, 0, 2]
