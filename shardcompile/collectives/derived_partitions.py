@@ -33,8 +33,8 @@ def derive(
         mesh: the mesh.
 
     Returns:
-        The partition, and the row index that the derivation yields for the local shard. Inside a trace, where the sizes
-        are not static, both hold symbols.
+        The partition, and the row index that the derivation yields for the local shard. Inside a trace both hold
+        symbols, except for what is a number, the same on all ranks.
     """
     like = next(c for c in partitions if isinstance(c, Partition))
     for c in partitions:
@@ -42,17 +42,22 @@ def derive(
             c.check_one_segment()
     if isinstance(size, int) and size == 0:  # a trace would specialise on the local shard size 0
         return Partition.of_sizes(like.mesh_dims, like.parts, (0,) * math.prod(like.parts), "fixed"), 0
-    static = all(isinstance(c, int) if not isinstance(c, Partition) else c.known_sizes is not None for c in partitions)
-    if static and all(isinstance(n, int) for n in numbers):
-        sizes, rows = DERIVATIONS[how](
-            [c.sizes if isinstance(c, Partition) else (int(c),) for c in partitions], *numbers
-        )
+    tables = [c.static_sizes if isinstance(c, Partition) else (c,) if isinstance(c, int) else None for c in partitions]
+    found: Partition | None = None
+    if None not in tables and all(isinstance(n, int) for n in numbers):
+        sizes, rows = DERIVATIONS[how](tables, *numbers)
         is_static = all(c.kind == "fixed" for c in partitions if isinstance(c, Partition)) or compat.is_compiling()
         partition = Partition.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if is_static else "dynamic")
-        return _chosen_like(like, partition), rows[partition.shard_index(compat.coordinate(mesh) or ())]
+        found = _chosen_like(like, partition)
+        if not compat.is_compiling():
+            return found, rows[partition.shard_index(compat.coordinate(mesh) or ())]
+        if not found.is_traced and len(set(rows)) == 1:
+            return found, rows[0]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in partitions for n in write_sizes(c)]
     key, shard, row = _symbols(how, list(numbers), code, list(like.parts), groups, size)
+    if found is not None:
+        return (found.with_trace(local_size=shard) if found.is_traced else found), row
     return _chosen_like(like, Partition.traced(like.mesh_dims, like.parts, size, key, shard)), row
 
 

@@ -27,10 +27,10 @@ from shardcompile.compat.dynamo import make_known_to_einops as make_known_to_ein
 from shardcompile.compat.dynamo import mark_static as mark_static
 from shardcompile.compat.dynamo import mark_weakly_dynamic as mark_weakly_dynamic
 from shardcompile.compat.groups import abort as abort
+from shardcompile.compat.groups import common_name as common_name
 from shardcompile.compat.groups import coordinate as coordinate
 from shardcompile.compat.groups import count_as_collective as count_as_collective
 from shardcompile.compat.groups import current_mesh as current_mesh
-from shardcompile.compat.groups import common_name as common_name
 from shardcompile.compat.groups import describe_mesh as describe_mesh
 from shardcompile.compat.groups import group_name_of as group_name_of
 from shardcompile.compat.groups import has_other_ranks as has_other_ranks

@@ -68,7 +68,7 @@ _COMMON_NAMES: dict[str, str] = {}
 
 def _forget_common_names() -> None:
     for name in _COMMON_NAMES.values():
-        _unregister_process_group(name)
+        _unregister_process_group(name)  # type: ignore[arg-type]
     _COMMON_NAMES.clear()
 
 
@@ -92,7 +92,7 @@ def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
     label = f"mesh:{_dim_of_root(mesh, mesh_dim)}"
     taken = set(_COMMON_NAMES.values())
     common = next(n for n in itertools.chain([label], (f"{label}#{i}" for i in itertools.count(1))) if n not in taken)
-    _register_process_group(common, group)
+    _register_process_group(common, group)  # type: ignore[arg-type]
     _COMMON_NAMES[name] = common
     return common
 

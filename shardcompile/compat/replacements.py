@@ -169,7 +169,7 @@ def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[.
     """Have Dynamo trace a sharded buffer of a module like a sharded input: one graph for every partition."""
 
     def static(tensor: object, is_tensor: bool, *args: object, **kwargs: object) -> tuple[bool, object]:
-        if is_tensor and getattr(tensor, "_is_static", True) is False:
+        if is_tensor and hasattr(tensor, "_is_static"):
             return False, None
         return is_static(tensor, is_tensor, *args, **kwargs)
 

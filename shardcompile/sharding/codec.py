@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from shardcompile.compat import expression_of, is_one
 from shardcompile.sharding.partition import Kind, Partition, TraceState
-from shardcompile.sharding.sizes import GroupPartition, IntLike, sizes_of_key
+from shardcompile.sharding.sizes import GroupPartition, IntLike, nested_chunk_sizes, sizes_of_key
 
 PARTITION_WIDTH = 3
 """Number of arguments that encode a partition."""
@@ -108,7 +108,7 @@ def read_sizes(code: Sequence[int], parts: Sequence[int]) -> list[tuple[int, ...
             partitions.append((next(rest),))
         elif tag == _CHUNK:
             size, scale = next(rest), next(rest)
-            partitions.append(Partition.chunk(range(len(parts)), parts, size // scale).flatten_trailing(scale).sizes)
+            partitions.append(tuple(n * scale for n in nested_chunk_sizes(size // scale, parts)))
         elif tag == _SIZES:
             partitions.append(tuple(itertools.islice(rest, next(rest))))
         else:
@@ -190,7 +190,7 @@ class PartitionMetadata(NamedTuple):
                 return partition
             # Also for a static global size: with static shard sizes the graphs of the ranks would differ.
             return replace(partition, known_sizes=None).with_trace(local_size=local_size)
-        if type(key) is not int or type(size) is not int:
+        if any(type(n) is not int for n in (key, size, local_size)):
             partition = Partition.traced(self.mesh_dims, parts, size, key, local_size)
             return partition.with_trace(coarsening=self.coarsening, scale=self.scale)
         sizes = sizes_of_key(key, self.coarsening, self.scale)  # type: ignore[arg-type]

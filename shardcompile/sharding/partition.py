@@ -7,7 +7,7 @@ tracing:
 
 * ``chunk``: the shard sizes follow from the global size as in `torch.chunk`, times `TraceState.scale`. The global size
   may be symbolic.
-* ``fixed``: the shard sizes are static ints, on which a compiled graph is specialised.
+* ``fixed``: the shard sizes are static ints, the same on all ranks, on which a compiled graph is specialised.
 * ``dynamic``: the shard sizes are run-time data. In eager mode they are ints; while tracing only their key, a symbol,
   is known.
 """
@@ -33,9 +33,15 @@ from shardcompile.sharding.sizes import (
     lookup_sizes,
     nested_chunk_sizes,
     remember_key,
+    sizes_of_key,
 )
 
 Kind = Literal["chunk", "fixed", "dynamic"]
+
+
+def _unless_ranks_differ(sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns shard sizes; None while compiling if they differ: as numbers they would give every rank its own graph."""
+    return None if compat.is_compiling() and len(set(sizes)) > 1 else sizes
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,14 @@ class Partition:
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], size: IntLike) -> Partition:
         """Returns the partition that `torch.chunk` gives, applied to each mesh dim in turn."""
-        shards = nested_chunk_sizes(size, parts) if isinstance(size, int) else None
+        shards = _unless_ranks_differ(nested_chunk_sizes(size, parts)) if isinstance(size, int) else None
         return Partition("chunk", tuple(mesh_dims), tuple(parts), size, shards)
 
     @staticmethod
     def of_sizes(
         mesh_dims: Sequence[int], parts: Sequence[int], sizes: Sequence[int], kind: Kind = "dynamic"
     ) -> Partition:
-        """Returns the partition with the given shard sizes.
+        """Returns the partition with the given shard sizes; a dynamic one while compiling, if they differ.
 
         Raises:
             LayoutError: a size is negative, or the number of sizes differs from the number of shards.
@@ -115,8 +121,8 @@ class Partition:
             )
         if any(b < 0 for b in shards):
             raise LayoutError(f"shard sizes must not be negative, got {shards}")
-        trace = TraceState(key_of(shards, parts))
-        return Partition(kind, tuple(mesh_dims), tuple(parts), sum(shards), shards, trace=trace)
+        trace, known = TraceState(key_of(shards, parts)), _unless_ranks_differ(shards)
+        return Partition(kind if known else "dynamic", tuple(mesh_dims), tuple(parts), sum(shards), known, trace=trace)
 
     @staticmethod
     def traced(
@@ -174,6 +180,16 @@ class Partition:
                 "Read them outside of the compiled function, or use a fixed partition."
             )
         return self.known_sizes
+
+    @property
+    def static_sizes(self) -> tuple[int, ...] | None:
+        """The sizes of all shards where no symbol stands for them; while compiling also if they differ."""
+        trace = self.trace
+        if self.known_sizes is not None or not all(type(n) is int for n in (self.size, trace.key, trace.scale)):
+            return self.known_sizes
+        if self.kind == "dynamic":
+            return sizes_of_key(trace.key, trace.coarsening, trace.scale)  # type: ignore[arg-type]
+        return tuple(n * trace.scale for n in nested_chunk_sizes(self.size // trace.scale, self.parts))  # type: ignore[misc,arg-type]
 
     @property
     def is_even(self) -> bool:

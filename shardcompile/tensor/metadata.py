@@ -243,6 +243,12 @@ def shard_hints(layout: Layout) -> dict[int, int]:
     }
 
 
+def uneven_shard_hints(layout: Layout) -> dict[int, int]:
+    """Returns `shard_hints` for the dims whose shards differ in size."""
+    partitions = layout.partitions
+    return {d: h for d, h in shard_hints(layout).items() if (p := partitions[d]) is not None and not p.is_even}
+
+
 def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     """Returns the local shard with its meaningless strides set to those that a larger shard would have.
 

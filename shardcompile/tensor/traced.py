@@ -30,6 +30,7 @@ from shardcompile.tensor.metadata import (
     size_hints,
     spec_from_parts,
     stable_hash,
+    uneven_shard_hints,
     with_shard_symbols,
     with_stated_strides,
 )
@@ -200,6 +201,10 @@ class Traced(Sharded):
             compat.mark_static(self._local_tensor)
             if metadata.dynamic_dims:
                 compat.mark_static(self._partition_keys)
+            if hints := uneven_shard_hints(self._spec.layout):
+                # Ranks have shards of other sizes, but the same graph.
+                compat.trace_size_obliviously()
+                compat.mark_weakly_dynamic(self._local_tensor, hints, gaps_along_partitions(self._spec))
             return
         compat.trace_size_obliviously()
         compat.note_imbalance(self._spec.layout.imbalance)
@@ -252,6 +257,12 @@ class Traced(Sharded):
         """Ignored: Dynamo copies these attributes between tensors; here they follow from the layout."""
 
     @property
+    def _dynamo_static_indices(self) -> set[int]:
+        if not self._is_static:
+            raise _UNMARKED
+        return set(range(self.ndim))
+
+    @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
         """The dynamic dims: those that are sharded, and those that a user adds with `maybe_mark_dynamic`."""
         if self._marked is None or self._is_static:
@@ -265,6 +276,8 @@ class Traced(Sharded):
 
     @property
     def _has_dynamo_dim_marking(self) -> bool:
+        if self._may_vary and self._is_static:
+            return True
         if not self._may_vary and self._marked is None:
             raise _UNMARKED
         return bool(self._dynamo_weak_dynamic_indices)
