@@ -33,7 +33,6 @@ from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cost.model import CostModel, caching_costs
 from shardcompile.passes.cost.routes import assume_balanced_routes
 from shardcompile.passes.foreign.normalise import NormaliseChains
-from shardcompile.passes.graph import rank_dependent_sizes
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
 from shardcompile.passes.plan import Plan, compare, planning
 from shardcompile.passes.schedule.control_dependencies import AddControlDependencies, hold_payloads
@@ -41,13 +40,6 @@ from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import Record, agreed, record_of, verify
 
 _LOG = logging.getLogger("shardcompile")
-
-_COMMUNICATION_PASSES = (
-    *(DropDeadCollectives, ShareEqualCollectives, CancelInversePairs, DropOwnSlice, ReduceThenSlice, MergeReductions),
-    *(BucketAllGathers, BucketAllToAlls, BucketRanges, BucketExchanges, BucketReduceScatters, BucketAllReduces),
-    ScheduleOverlap,
-)
-"""The passes that decide, by the graph, which collectives there are and in which order they start."""
 
 
 class Pass(Protocol):
@@ -178,16 +170,11 @@ class Pipeline(compat.CustomGraphPass):
             watcher.begun(graph)
         if self.final:
             assume_balanced_routes(graph)
-        seen, passes = None, self.passes
-        has_few_rows = rank_dependent_sizes.have_few_rows(graph)
-        is_compared = self.is_verified or (self.final and (has_few_rows or rank_dependent_sizes.are_marked(graph)))
-        if has_few_rows and rank_dependent_sizes.ranks_may_differ(graph):
-            _LOG.info("some ranks have static local shards of no row or one row: communication stays as it was traced")
-            passes = [p for p in passes if not isinstance(p, _COMMUNICATION_PASSES)]
+        seen = None
         # The address in the representation of an object tells the rank.
-        stated = " ".join(p.name if " at 0x" in repr(p) else repr(p) for p in passes)
+        stated = " ".join(p.name if " at 0x" in repr(p) else repr(p) for p in self.passes)
         with planning(stated, self.plan) as plan_so_far:
-            for graph_pass in passes:
+            for graph_pass in self.passes:
                 before = _describe(graph) if self.record else None
                 seen = _call(graph_pass, graph, seen)
                 for watcher in watchers:
@@ -208,11 +195,9 @@ class Pipeline(compat.CustomGraphPass):
             watcher.ended(graph)
         if not self.final:
             forget_origins(graph)
-            if has_few_rows:
-                rank_dependent_sizes.mark(graph)
-        if is_compared or plan is not None:
+        if self.is_verified or plan is not None:
             read_notes_with(_before_first_run)
-            leave_note(graph, Note(record_of(graph) if is_compared else None, stated, plan))
+            leave_note(graph, Note(record_of(graph) if self.is_verified else None, stated, plan))
 
     def __str__(self) -> str:
         return "\n".join(f"{i}. {p.name:<28} {p!r}" for i, p in enumerate(self.passes, 1)) or "no passes"

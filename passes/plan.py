@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.election import Leadership, elect
 from shardcompile.errors import PassError
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.graph.dependencies import Closure
 
@@ -81,7 +81,7 @@ def key_of(graph: Graph) -> str:
     lines = []
     for c in found:
         words = [a for a in c.arguments._replace(group_name=None) if isinstance(a, str)]
-        dtypes = [str(t.dtype) for p in c.payloads for t in rank_dependent_sizes.tensors(p)]
+        dtypes = [str(t.dtype) for p in c.payloads for t in node_sizes.tensors(p)]
         group = groups.setdefault(c.group_name, len(groups))
         before = closure.ancestors(c.node)
         lines.append(f"{c.kind} {words} {dtypes} over group {group}: {c.sizes} after {before:x}")

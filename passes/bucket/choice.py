@@ -24,7 +24,7 @@ from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.traffic import Load, Traffic
 from shardcompile.machines import Price
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, GraphCosts
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure
 from shardcompile.passes.schedule.edges import Edges
@@ -191,7 +191,7 @@ class BucketSearch:
 
     def _load(self, c: Collective) -> Load | None:
         n, joins = self.model.group_size(c.group_name), c.descriptor.joins
-        return None if n is None or joins is None else joins.load(rank_dependent_sizes.members(c, n), n)
+        return None if n is None or joins is None else joins.load(node_sizes.members(c, n), n)
 
     def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
         """Tries divisions of one group: spans from `FIRST_SPAN` on until the score gets no better, and deadlines."""

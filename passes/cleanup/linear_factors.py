@@ -26,7 +26,7 @@ from shardcompile.compat import is_one
 from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes
-from shardcompile.passes.graph.rank_dependent_sizes import is_pointwise
+from shardcompile.passes.graph.node_sizes import is_pointwise
 
 aten = torch.ops.aten
 

@@ -23,8 +23,8 @@ from shardcompile.passes.graph.collective import (
     reduction_of,
 )
 from shardcompile.passes.graph.dependencies import writes
+from shardcompile.passes.graph.node_sizes import is_pointwise
 from shardcompile.passes.graph.ops import op_of
-from shardcompile.passes.graph.rank_dependent_sizes import is_pointwise
 
 
 class ReduceThenSlice:

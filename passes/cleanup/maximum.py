@@ -16,7 +16,7 @@ from torch.fx import Node
 from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.cleanup.linear_factors import RESHAPES, origin
 from shardcompile.passes.graph.collective import Collective, reduction_of
-from shardcompile.passes.graph.rank_dependent_sizes import is_pointwise
+from shardcompile.passes.graph.node_sizes import is_pointwise
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Traffic, nbytes_of, shares
 from shardcompile.machines import Device, Link, Price
 from shardcompile.passes.cost.operations import dtype_of, flops_of, say_once
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
 
@@ -73,32 +73,25 @@ class CostModel:
         Args:
             graph: any.
         """
-        kinds = [
-            t.device.type
-            for c in map(Collective.of, graph.nodes)
-            if c
-            for t in rank_dependent_sizes.tensors(c.payloads[0])
-        ]
+        kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in node_sizes.tensors(c.payloads[0])]
         if not kinds:
-            kinds = sorted(
-                {t.device.type for n in graph.nodes for t in rank_dependent_sizes.tensors(n)}, key="cpu".__eq__
-            )
+            kinds = sorted({t.device.type for n in graph.nodes for t in node_sizes.tensors(n)}, key="cpu".__eq__)
         return CostModel(machines.device_of(kinds[0] if kinds else "cpu"))
 
     def of_slowest_rank(self, graph: Graph) -> CostModel:
         """Returns this model for the rank with the largest shards of the inputs that the graph was traced with."""
-        values = (t for n in graph.nodes for t in rank_dependent_sizes.tensors(n))
+        values = (t for n in graph.nodes for t in node_sizes.tensors(n))
         return dataclasses.replace(self, imbalance=compat.imbalance_of(values))
 
     def group_size(self, name: str) -> int | None:
         """Returns the number of ranks of a group, or None if it is unknown."""
-        return rank_dependent_sizes.size_of_group(name, self.group_sizes)
+        return node_sizes.size_of_group(name, self.group_sizes)
 
     def link(self, group_name: str) -> Link:
         """Returns the link that a group uses, by the ranks of the group, or by their number if they are unknown."""
         if group_name in self.group_links:
             return self.group_links[group_name]
-        ranks = None if group_name in self.group_sizes else rank_dependent_sizes.ranks_of_group(group_name)
+        ranks = None if group_name in self.group_sizes else node_sizes.ranks_of_group(group_name)
         spans_nodes = None
         if ranks is not None:
             spans_nodes = machines.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
@@ -122,9 +115,9 @@ class CostModel:
                 f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no known cost; a default is used"
             )
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
-        if any(compat.has_no_hint(s) for p in c.payloads for t in rank_dependent_sizes.tensors(p) for s in t.shape):
+        if any(compat.has_no_hint(s) for p in c.payloads for t in node_sizes.tensors(p) for s in t.shape):
             say_once("collectives of unbacked sizes are costed as if these sizes were 64")
-        return self.price_of(c.group_name, traffic_of(rank_dependent_sizes.members(c, n), n))
+        return self.price_of(c.group_name, traffic_of(node_sizes.members(c, n), n))
 
     def price_of(self, group_name: str, traffic: Traffic) -> Price:
         """Returns the cost of moving a given traffic over a group."""
@@ -159,13 +152,11 @@ class CostModel:
         """
         if _is_free(node):
             return 0.0
-        reads = [
-            i for i in node.all_input_nodes if rank_dependent_sizes.tensors(i) and not _is_fused(_view_base(i), node)
-        ]
+        reads = [i for i in node.all_input_nodes if node_sizes.tensors(i) and not _is_fused(_view_base(i), node)]
         writes = not _is_never_stored(node)
         traffic, masks = _traffic_of(node, reads, writes), _mask_bytes(node, reads, writes)
         is_function, kernel = node.target in _TRANSCENDENTAL, self.device.kernel
-        elements = rank_dependent_sizes.nbytes_of(node) / dtype_of(node).itemsize if is_function else 0
+        elements = node_sizes.nbytes_of(node) / dtype_of(node).itemsize if is_function else 0
         seconds = self.device.compute_seconds(flops_of(node), traffic, dtype_of(node), elements, masks) - kernel
         if self.imbalance != 1 and _has_symbols(node):
             seconds *= self.imbalance
@@ -237,7 +228,7 @@ class GraphCosts:
             storage[node] = node if base is None else storage[base]
             nbytes[node] = 0
             if base is None and node.op != "output":
-                nbytes[node] = largest[node] if node in largest else rank_dependent_sizes.nbytes_of(node)
+                nbytes[node] = largest[node] if node in largest else node_sizes.nbytes_of(node)
             c = Collective.of(node)
             if c is None:
                 seconds.setdefault(node, model.compute_seconds(node))
@@ -286,7 +277,7 @@ def _largest_shards(graph: Graph, model: CostModel) -> dict[Node, int]:
         n = None if c is None else model.group_size(c.group_name)
         if c is None or n is None:
             continue
-        members = rank_dependent_sizes.members(c, n)
+        members = node_sizes.members(c, n)
         for payload, m in zip(c.payloads, members, strict=True):
             if m.put is not None and m.put.sizes is not None:
                 found[payload] = max(found.get(payload, 0), int(m.nbytes * max(shares(m.put, n))))
@@ -317,7 +308,7 @@ def _is_free(node: Node) -> bool:
     op = op_of(node)
     if op.target is None or op.allocates or kind_of(node) is not None:
         return True
-    return not op.writes and (_base(node) is not None or not rank_dependent_sizes.tensors(node))
+    return not op.writes and (_base(node) is not None or not node_sizes.tensors(node))
 
 
 def computes_nothing(node: Node) -> bool:
@@ -358,19 +349,19 @@ def _is_fused_through_views(producer: Node, user: Node) -> bool:
 
 def _traffic_of(node: Node, reads: Sequence[Node], writes: bool) -> int:
     """Returns the bytes that a kernel reads and writes."""
-    written = rank_dependent_sizes.nbytes_of(node)
+    written = node_sizes.nbytes_of(node)
     if node.target in _GATHERS:
         return 2 * written
-    return sum(map(rank_dependent_sizes.nbytes_of, reads)) + written * writes
+    return sum(map(node_sizes.nbytes_of, reads)) + written * writes
 
 
 def _mask_bytes(node: Node, reads: Sequence[Node], writes: bool) -> int:
     """Returns the bytes of masks that a loop reads and stores, such as where the gradient of a ReLU is zero."""
     nodes = [*reads, *([node] if writes else [])] if _is_loop(node) else []
-    return sum(nbytes_of(t) for n in nodes for t in rank_dependent_sizes.tensors(n) if t.dtype is torch.bool)
+    return sum(nbytes_of(t) for n in nodes for t in node_sizes.tensors(n) if t.dtype is torch.bool)
 
 
 def _has_symbols(node: Node) -> bool:
     """Whether a node reads or writes tensors of symbolic sizes, as those of shards are."""
-    tensors = (t for n in (node, *node.all_input_nodes) for t in rank_dependent_sizes.tensors(n))
+    tensors = (t for n in (node, *node.all_input_nodes) for t in node_sizes.tensors(n))
     return any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape)

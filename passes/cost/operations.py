@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 
 aten = torch.ops.aten
 _LOG = logging.getLogger("shardcompile")
@@ -86,6 +86,6 @@ def dtype_of(node: Node) -> torch.dtype:
 
     A kernel of half precision may read and return sums in single precision.
     """
-    values = [t.dtype for n in (node, *node.all_input_nodes) for t in rank_dependent_sizes.tensors(n)]
+    values = [t.dtype for n in (node, *node.all_input_nodes) for t in node_sizes.tensors(n)]
     floating = [d for d in values if d.is_floating_point or d.is_complex]
     return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

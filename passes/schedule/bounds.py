@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.traffic import Member, Traffic
 from shardcompile.passes.cost.model import CostModel, GraphCosts
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import Collective
 
 
@@ -97,7 +97,7 @@ def _members(c: Collective, model: CostModel) -> tuple[list[Member], int] | None
     n, joins = model.group_size(c.group_name), c.descriptor.joins
     if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
         return None
-    return rank_dependent_sizes.members(c, n), n
+    return node_sizes.members(c, n), n
 
 
 def _single_rank_costs(graph: Graph, costs: GraphCosts, model: CostModel) -> GraphCosts:

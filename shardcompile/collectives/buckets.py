@@ -367,7 +367,7 @@ REDUCE_SCATTER_BUCKET = Descriptor(
     ReduceScatterBucket,
     _scatter,
     fake=_fake_scatter,
-    members=lambda a, n: [scattered(*row, n) for row in zip(a.inputs, a.dims, a.shards, a.partitions, strict=True)],
+    members=lambda a, n: [scattered(*row, n) for row in zip(a.inputs, a.dims, a.partitions, strict=True)],
     traffic=lambda members, n: scattered_in_a_bucket(Load.of_shards(members, n)),
     states=("shares",),
     moves_rows=False,
@@ -378,7 +378,9 @@ ALL_TO_ALL_BUCKET = Descriptor(
     AllToAllBucket,
     _exchange,
     fake=_fake_exchange,
-    members=lambda a, n: [resharded(*member, n) for member in _split_members(a)],
+    members=lambda a, n: [
+        resharded(x, dims, sizes[0], partitions, n) for x, dims, sizes, partitions in _split_members(a)
+    ],
     traffic=lambda members, n: exchanged_in_a_bucket(Load.of_exchange(members, n)),
     whole=lambda a: sum(size_with(x, dims[0], sizes[0]) for x, dims, sizes, _ in _split_members(a)),
     states=("shares",),

@@ -217,7 +217,7 @@ def _describe(
         run,
         sizes=lambda a: {0: a.shard},
         adjoint=lambda a, shape, grad: adjoint().start(a._replace(input=grad, shard=shape[0])).wait(),
-        members=lambda a, n: [of_any_rows(a.input, a.shard)],
+        members=lambda a, n: [of_any_rows(a.input)],
         traffic=even_exchange,
         states=("dim", "shard sizes", "to dim", "ranges", "other sizes"),
         of_one_rank=True,

@@ -119,7 +119,7 @@ REDUCE_SCATTER_V = Descriptor(
     _scatter,
     sizes=lambda a: {a.dim: a.shard},
     adjoint=_scatter_adjoint,
-    members=lambda a, n: [scattered(a.input, a.dim, a.shard, a.partition, n)],
+    members=lambda a, n: [scattered(a.input, a.dim, a.partition, n)],
     traffic=shards_to_all,
     source=lambda a: (a.input.shape[a.dim], a.partition),
     joins=Joins("reduce_scatter_bucket", _partitions, uneven=True),

@@ -193,11 +193,11 @@ def _inverse(a: HaloExchange, back: HaloExchange) -> HaloExchange | None:
     return a._replace(input=back.input, before=a.after, after=a.before, shard=back.shard)
 
 
-def _member(a: HaloExchange, n: int | None, held: IntLike, wanted: IntLike) -> tuple[GroupShards, GroupShards, Member]:
+def _member(a: HaloExchange, n: int | None) -> tuple[GroupShards, GroupShards, Member]:
     """Returns the shards that ranks hold, the shards with halos, and both as the `Member` of a fetch."""
     before, after, total = map(compat.size_hint, (a.before, a.after, a.total))
-    held_side = GroupShards.of(a.partition, a.total, held, n)
-    wanted_side = GroupShards.of(a.partition, a.total, wanted, n, max(before + after, 0))
+    held_side = GroupShards.of(a.partition, a.total, n)
+    wanted_side = GroupShards.of(a.partition, a.total, n, max(before + after, 0))
     nbytes, arriving = nbytes_with(a.input, a.dim, a.total), None
     if n is not None:
         shards = transport.running_ends(held_side.sizes or chunk_sizes(total, n))
@@ -208,12 +208,12 @@ def _member(a: HaloExchange, n: int | None, held: IntLike, wanted: IntLike) -> t
 
 
 def _fetch_members(a: HaloExchange, n: int | None) -> list[Member]:
-    _, _, member = _member(a, n, a.input.shape[a.dim], a.shard)
+    _, _, member = _member(a, n)
     return [member]
 
 
 def _return_members(a: HaloExchange, n: int | None) -> list[Member]:
-    held_side, wanted_side, member = _member(a, n, a.shard, a.input.shape[a.dim])
+    held_side, wanted_side, member = _member(a, n)
     return [replace(member, put=wanted_side, get=held_side)]
 
 

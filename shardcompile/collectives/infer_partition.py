@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
 from shardcompile.collectives.shards import check_shard
-from shardcompile.collectives.traffic import GroupShards, Member, even_gather, is_number
+from shardcompile.collectives.traffic import GroupShards, Member, even_gather
 from shardcompile.errors import CollectiveError
 from shardcompile.sharding import IntLike, Partition, digest_of
 
@@ -109,7 +109,7 @@ GATHER_PARTITION = Descriptor(
     GatherPartition,
     _gather,
     fake=_fake,
-    members=lambda a, n: [Member(GroupShards(None, is_number(a.input.shape[a.dim])), None, 16)],
+    members=lambda a, n: [Member(GroupShards(None), None, 16)],
     traffic=even_gather,
     of_one_rank=True,
     moves_rows=False,

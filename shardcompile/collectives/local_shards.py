@@ -64,7 +64,7 @@ TAKE_SHARD = Descriptor(
     _take,
     fake=lambda a: a.input.new_empty(with_size(a.input, a.dim, a.shard)),
     adjoint=_take_adjoint,
-    members=lambda a, n: [scattered(a.input, a.dim, a.shard, a.partition, n)],
+    members=lambda a, n: [scattered(a.input, a.dim, a.partition, n)],
     communicates=False,
     as_integers=True,
 )

@@ -186,23 +186,21 @@ def _inverse(a: Ranges, back: Ranges) -> Ranges | None:
 
 
 def _fetch_members(a: Ranges, n: int | None) -> list[Member]:
-    get = _wanted_side(a, a.shard, n)
-    put = _held_side(a, a.input.shape[a.dim], n, get)
-    return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
+    get = _wanted_side(a, n)
+    return [Member(_held_side(a, n, get), get, nbytes_with(a.input, a.dim, a.total))]
 
 
 def _return_members(a: Ranges, n: int | None) -> list[Member]:
-    put = _wanted_side(a, a.input.shape[a.dim], n)
-    get = _held_side(a, a.shard, n, put)
-    return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
+    put = _wanted_side(a, n)
+    return [Member(put, _held_side(a, n, put), nbytes_with(a.input, a.dim, a.total))]
 
 
-def _wanted_side(a: Ranges, size: IntLike, n: int | None) -> GroupShards:
+def _wanted_side(a: Ranges, n: int | None) -> GroupShards:
     """Returns the shards of wanted rows: those of `dst`, or what they read, as shards with a halo."""
     if not a.reach:
-        return GroupShards.of(a.dst, a.total, size, n)
+        return GroupShards.of(a.dst, a.total, n)
     count, num, den, before, after = map(compat.size_hint, a.reach)
-    side = GroupShards.of(a.dst, count, size, n)
+    side = GroupShards.of(a.dst, count, n)
     rows = compat.size_hint(a.total)
     sizes, halo = side.sizes, -(-(before + after) // den)
     if sizes is None:
@@ -211,8 +209,8 @@ def _wanted_side(a: Ranges, size: IntLike, n: int | None) -> GroupShards:
     return replace(side, sizes=tuple(b - a for a, b in itertools.pairwise([0, *ends, rows])), halo=halo)
 
 
-def _held_side(a: Ranges, size: IntLike, n: int | None, wanted: GroupShards) -> GroupShards:
-    side = GroupShards.of(a.src, a.total, size, n)
+def _held_side(a: Ranges, n: int | None, wanted: GroupShards) -> GroupShards:
+    side = GroupShards.of(a.src, a.total, n)
     return replace(side, assumed=wanted.assumed) if side.sizes is None else side
 
 

@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.shards import as_rows, new_rows, other_sizes
-from shardcompile.collectives.traffic import GroupShards, Member, Traffic, is_number, nbytes_of
+from shardcompile.collectives.traffic import Member, Traffic, of_any_rows
 from shardcompile.sharding import IntLike
 
 
@@ -52,8 +52,7 @@ def _adjoint(a: ReflectShards, shape: torch.Size, grad: Tensor) -> Tensor:
 
 
 def _members(a: ReflectShards, n: int | None) -> list[Member]:
-    put, get = (GroupShards(None, is_number(size)) for size in (a.input.shape[a.dim], a.shard))
-    return [Member(put, get, nbytes_of(a.input))]
+    return [of_any_rows(a.input)]
 
 
 def _traffic(members: Sequence[Member], n: int) -> Traffic:

@@ -186,8 +186,8 @@ def _members(a: RingStep, n: int | None, *, back: bool) -> list[Member]:
     members = []
     for x, dim in zip(a.inputs, a.dims, strict=True):
         put, get = (
-            GroupShards.of(a.partition, a.total, x.shape[dim], n),
-            GroupShards.of(a.partition, a.total, a.shard, n),
+            GroupShards.of(a.partition, a.total, n),
+            GroupShards.of(a.partition, a.total, n),
         )
         sides = (_fetched(a, put), get) if back else (put, _fetched(a, get))
         members.append(Member(*sides, nbytes_with(x, dim, a.total)))

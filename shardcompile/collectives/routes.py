@@ -420,7 +420,7 @@ EXCHANGE_ROWS = Descriptor(
     _exchange_rows,
     fake=_fake_exchange,
     adjoint=_exchange_adjoint,
-    members=lambda a, n: [of_any_rows(x, a.shard) for x in a.inputs],
+    members=lambda a, n: [of_any_rows(x) for x in a.inputs],
     traffic=_traffic,
     whole=_whole,
     joins=Joins("exchange_rows", load=_load),

@@ -151,8 +151,8 @@ def _adjoint(a: Regroup, shape: torch.Size, grad: Tensor) -> Tensor:
 
 
 def _members(a: Regroup, n: int | None) -> list[Member]:
-    put = GroupShards.of(a.src, a.total, a.input.shape[a.dim], n)
-    get = GroupShards.of(a.dst, a.total, a.shard, n)
+    put = GroupShards.of(a.src, a.total, n)
+    get = GroupShards.of(a.dst, a.total, n)
     return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
 
 

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from shardcompile.collectives.descriptor import Descriptor, Joins, payloads_of
 from shardcompile.collectives.traffic import (
-    GroupShards,
     Load,
     Member,
     Traffic,
     even_exchange,
     even_gather,
     even_scatter,
-    is_number,
-    nbytes_of,
+    of_any_rows,
     size_of,
 )
 from shardcompile.sharding import CHUNK_KEY, GroupPartition, IntLike
@@ -94,9 +92,7 @@ def _scattered_partition(a: ReduceScatter) -> tuple[int, GroupPartition] | None:
 
 
 def _exchange_members(a: AllToAll, n: int | None) -> list[Member]:
-    splits = (a.input_split_sizes, a.output_split_sizes)
-    put, get = (GroupShards(None, any(map(is_number, sizes))) for sizes in splits)
-    return [Member(put, get, nbytes_of(a.input))]
+    return [of_any_rows(a.input)]
 
 
 def _broadcast(members: Sequence[Member], n: int) -> Traffic:

@@ -1,8 +1,7 @@
 """The communication volume of collectives: the shards that ranks put in and get, and the bytes that move.
 
-All results are rank-invariant. They follow from the partitions of a collective, which also tell whether shards may
-differ between ranks: they may if the sizes are static and not all equal. The local shard size itself is never used,
-because it may be equal to another size on some ranks only.
+All results are rank-invariant. They follow from the partitions of a collective. The local shard size itself is never
+used, because it may be equal to another size on some ranks only.
 
 An even collective moves what a ring or pairwise exchange moves, which is the minimum (Thakur, Rabenseifner, Gropp,
 "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). For uneven shards
@@ -27,9 +26,6 @@ from shardcompile.collectives.transport.balance import moved_to_even
 from shardcompile.errors import ShardError
 from shardcompile.sharding import CHUNK_KEY, GroupPartition, IntLike
 
-OUTER = "outer"
-"""Used in place of a group name: sizes differ along another mesh dim than that of the collective."""
-
 
 @dataclass(frozen=True)
 class GroupShards:
@@ -37,42 +33,25 @@ class GroupShards:
 
     Attributes:
         sizes: shard sizes in group order; None if they are not static.
-        number: whether the local shard size is an int in the graph, not a symbol.
         halo: rows that a shard may have in addition to `sizes`; fewer at the ends of the dim.
-        nested: whether other groups along the same mesh dim have other shard sizes.
         assumed: sizes to assume where `sizes` is None and only a halo moves, so that they hardly matter.
     """
 
     sizes: tuple[int, ...] | None
-    number: bool
     halo: int = 0
-    nested: bool = False
     assumed: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(partition: GroupPartition, total: object, size: object, ranks: int | None, halo: int = 0) -> GroupShards:
+    def of(partition: GroupPartition, total: object, ranks: int | None, halo: int = 0) -> GroupShards:
         """Returns the shards of a partition.
 
         Args:
             partition: the partition, which holds symbols where it is not static.
             total: global size of the dim.
-            size: local shard size.
             ranks: size of the group; None if it is not known.
             halo: see `GroupShards`.
         """
-        nested = bool(partition.grouping) and not partition.sizes and is_number(partition.key)
-        return GroupShards(_known_sizes(partition, total, ranks), is_number(size), halo, nested)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether sizes in the graph differ between ranks. Rank-invariant."""
-        if self.sizes is None:
-            return self.number  # the hints of symbols are rank-invariant
-        return len(set(self.sizes)) > 1 or (self.halo > 0 and len(self.sizes) > 1)
-
-    def labels(self, group_name: str) -> set[str]:
-        """Returns the groups along which the sizes in the graph may differ."""
-        return ({group_name} if self.uneven else set()) | ({OUTER} if self.nested and self.number else set())
+        return GroupShards(_known_sizes(partition, total, ranks), halo)
 
 
 @dataclass(frozen=True)
@@ -92,15 +71,9 @@ class Member:
     arriving: tuple[float, ...] | None = None
 
 
-def of_any_rows(payload: Tensor, shard: object) -> Member:
-    """Returns the member of a data-dependent exchange, where the shards of other ranks are not static.
-
-    Args:
-        payload: the tensor that this rank puts in.
-        shard: number of rows that this rank gets.
-    """
-    put, get = GroupShards(None, is_number(payload.shape[0])), GroupShards(None, is_number(shard))
-    return Member(put, get, nbytes_of(payload))
+def of_any_rows(payload: Tensor) -> Member:
+    """Returns the member of a data-dependent exchange of a payload, where the shards of other ranks are not known."""
+    return Member(GroupShards(None), GroupShards(None), nbytes_of(payload))
 
 
 def is_number(size: object) -> bool:
@@ -158,21 +131,20 @@ def shares(side: GroupShards | None, ranks: int) -> list[float]:
 
 def gathered(x: Tensor, dim: int, total: IntLike, partition: GroupPartition, ranks: int | None) -> Member:
     """Returns the member of an all-gather: Shard to Replicate."""
-    return Member(GroupShards.of(partition, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
+    return Member(GroupShards.of(partition, total, ranks), None, nbytes_with(x, dim, total))
 
 
-def scattered(x: Tensor, dim: int, shard: object, partition: GroupPartition, ranks: int | None) -> Member:
+def scattered(x: Tensor, dim: int, partition: GroupPartition, ranks: int | None) -> Member:
     """Returns the member of a reduce-scatter or of taking a shard: full tensors to Shard."""
-    return Member(None, GroupShards.of(partition, x.shape[dim], shard, ranks), nbytes_of(x))
+    return Member(None, GroupShards.of(partition, x.shape[dim], ranks), nbytes_of(x))
 
 
 def resharded(
-    x: Tensor, dims: Sequence[int], sizes: Sequence[IntLike], partitions: Sequence[GroupPartition], ranks: int | None
+    x: Tensor, dims: Sequence[int], total: IntLike, partitions: Sequence[GroupPartition], ranks: int | None
 ) -> Member:
     """Returns the member of an all-to-all: shards of one dim to shards of another."""
-    (src_dim, dst_dim), (total, shard), (src, dst) = dims, sizes, partitions
-    put = GroupShards.of(src, total, x.shape[src_dim], ranks)
-    get = GroupShards.of(dst, x.shape[dst_dim], shard, ranks)
+    (src_dim, dst_dim), (src, dst) = dims, partitions
+    put, get = GroupShards.of(src, total, ranks), GroupShards.of(dst, x.shape[dst_dim], ranks)
     return Member(put, get, nbytes_with(x, src_dim, total))
 
 

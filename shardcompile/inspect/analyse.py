@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.inspect.data import IssuedCollective, Span, TracedCollective
 from shardcompile.passes.cost.model import CostModel, GraphCosts
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import Collective, collectives, kind_of, notes_of, origins
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.control_dependencies import ANCHORS
@@ -98,7 +98,7 @@ def bytes_put_in(c: Collective) -> tuple[int, int]:
     """
     n = c.group_size
     by_rank = [0.0] * n
-    for member in rank_dependent_sizes.members(c, n):
+    for member in node_sizes.members(c, n):
         sizes = None if member.put is None else member.put.sizes or c.hinted_sizes()
         if sizes:
             shares = [s / max(sum(sizes), 1) for s in sizes]

@@ -24,7 +24,7 @@ from shardcompile.inspect.offline import offline_world, trace_offline
 from shardcompile.machines import A100, CPU_CORE, H100
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel
-from shardcompile.passes.graph import rank_dependent_sizes
+from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.plan import exchanging
 from tests.support import expert_models, llama, scale_models, suite
@@ -69,9 +69,7 @@ def plan(graph: Graph, ranks: int) -> list[str]:
         c = Collective.of(node)
         line = node.name
         if c is not None:
-            sizes = [
-                (m.put and m.put.sizes, m.get and m.get.sizes, m.nbytes) for m in rank_dependent_sizes.members(c, ranks)
-            ]
+            sizes = [(m.put and m.put.sizes, m.get and m.get.sizes, m.nbytes) for m in node_sizes.members(c, ranks)]
             line += f" {c.kind} of {[p.name for p in c.payloads]} {sizes} over {c.group_name}"
         lines.append(line)
     return lines
@@ -198,7 +196,7 @@ def plans_of_the_suite(name: str, rank: int, store: HashStore, ranks: int = 64) 
         for graph in graphs:
             scheduled(graph, CostModel(H100))
             lines += [
-                f"{c.kind} {c.global_bytes} over {rank_dependent_sizes.size_of_group(c.group_name, {})}"
+                f"{c.kind} {c.global_bytes} over {node_sizes.size_of_group(c.group_name, {})}"
                 for c in collectives(graph)
             ]
     return lines

@@ -22,7 +22,6 @@ from shardcompile.machines import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost import operations
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, GraphCosts
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
-from shardcompile.passes.graph.rank_dependent_sizes import labels
 from shardcompile.passes.plan import key_of
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.simulator import simulate
@@ -441,68 +440,6 @@ def test_shards_of_a_known_partition_count_as_the_largest_of_them() -> None:
     prices = GraphCosts.of(b.output(start, b.call(WAIT, scattered), other), model())
     assert [prices.nbytes[n] for n in (x, start, scattered)] == [80, 120, 80]
     assert prices.nbytes[other] == 10
-
-
-def test_whether_shards_are_uneven_is_told_by_the_partition_and_not_by_the_shard() -> None:
-    def dependent(sizes: Sequence[int]) -> bool:
-        b = Builder()
-        x = b.input(4, 2)
-        graph = b.output(b.wait(ours.all_gather_v.default, x, 0, sum(sizes), *partition(sizes), "g"))
-        return x in labels(graph, GROUPS)
-
-    assert not dependent([4, 4, 4])
-    assert dependent([4, 4, 5])
-
-
-def test_dependence_ends_at_collectives_and_scalars() -> None:
-    b = Builder(torch.float32)
-    x, w, u = b.input(5, 4), b.input(4, 4), b.input(5, 4)
-    y = b.call(aten.mm.default, x, w)
-    z = b.call(aten.add.Tensor, y, u)  # so that u is a shard as well
-    of_u = b.call(aten.exp.default, u)
-    gathered = b.wait(ours.all_gather_v.default, y, 0, 9, *partition([5, 1, 3]), "g")
-    after = b.call(aten.relu.default, gathered)
-    loss = b.call(aten.sum.default, z)
-    other = b.call(aten.mul.Tensor, b.input(3), loss)
-    found = labels(b.output(after, loss, of_u, other), GROUPS)
-    assert {x, y, z, u, of_u} <= set(found)
-    assert not {gathered, after, loss, other} & set(found)
-
-
-def test_a_weight_that_was_gathered_is_alike_on_all_ranks() -> None:
-    b = Builder(torch.float32)
-    shard = b.input(2, 4)
-    whole = b.call(
-        aten.view.default, b.wait(ours.all_gather_v.default, shard, 0, 4, *partition([2, 1, 1]), "g"), [4, 4]
-    )
-    y = b.call(aten.mm.default, b.input(5, 4), whole)
-    sent = b.wait(ours.all_gather_v.default, y, 0, 9, *partition([5, 1, 3]), "g")
-    elsewhere = b.call(aten.mm.default, b.input(7, 4), whole)
-    found = labels(b.output(sent, elsewhere), GROUPS)
-    assert {shard, y} <= set(found)
-    assert not {whole, elsewhere} & set(found)
-
-
-def test_a_halo_makes_even_shards_uneven() -> None:
-    b = Builder()
-    fetched = b.call(
-        ours.fetch_ranges.default,
-        b.input(3, 4),
-        0,
-        9,
-        4,
-        *partition([3, 3, 3]),
-        *partition([3, 3, 3]),
-        [9, 1, 1, 1, 0],
-        None,
-        "g",
-    )
-    moved = b.call(
-        ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *partition([3, 3, 3]), *partition([3, 3, 3]), [], None, "g"
-    )
-    found = labels(b.output(b.call(WAIT, fetched), b.call(WAIT, moved)), GROUPS)
-    assert fetched in found
-    assert moved not in found
 
 
 @pytest.mark.parametrize(
