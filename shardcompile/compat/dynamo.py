@@ -15,7 +15,7 @@ from torch._dynamo.types import (
     FrameExecStrategy,  # 2.11 - 2.15
 )
 
-from shardcompile.compat.shard_symbols import GAPS, Gaps
+from shardcompile.compat.shard_symbols import GAPS, SHARDS, Gaps
 
 
 def name_backend(name: str, function: str) -> None:
@@ -28,7 +28,12 @@ def name_backend(name: str, function: str) -> None:
     registry._BACKENDS.setdefault(name, EntryPoint(name, function, "torch_dynamo_backends"))  # 2.11 - 2.15
 
 
-def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: Gaps | None = None) -> None:
+def mark_weakly_dynamic(
+    x: torch.Tensor,
+    hints: Mapping[int, int | None],
+    gaps: Gaps | None = None,
+    shards: Mapping[int, object] | None = None,
+) -> None:
     """Have Dynamo give each of these dims a new symbol, as `torch._dynamo.maybe_mark_dynamic` would.
 
     The marks are set directly: the public function refuses fake tensors, takes no hint, and needs a call for each dim.
@@ -37,12 +42,15 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: 
         x: an input of the compiled function.
         hints: for each dim the number by which the compiler decides; None for the present size.
         gaps: the gaps of a shard along a sharded dim.
+        shards: for dims of a known partition, what identifies it: sizes of equal shards get one symbol.
     """
     marked: set[int] = getattr(x, "_dynamo_weak_dynamic_indices", set())  # a user's; graphs are guarded by all marks
     x._dynamo_weak_dynamic_indices = marked | set(hints)  # type: ignore[attr-defined]
     x._dynamo_hint_overrides = {d: h for d, h in hints.items() if h is not None}  # type: ignore[attr-defined]
     if gaps:
         x._dynamo_hint_overrides[GAPS] = gaps  # type: ignore[attr-defined]
+    if shards:
+        x._dynamo_hint_overrides[SHARDS] = shards  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 

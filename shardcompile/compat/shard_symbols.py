@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import sympy
@@ -24,6 +24,9 @@ from shardcompile.compat.sizes import Formula, IntLike, nominal_hints
 
 GAPS = -1
 """The key of `Gaps` among Dynamo's hints for the dims of a shard. Torch ignores it, since -1 is no dim of a tensor."""
+
+SHARDS = -2
+"""The key, likewise, of what identifies the partitions of dims that are known in the trace, by dim."""
 
 Gaps = list[tuple[int, int | None]]
 """Each dim, the fastest first, with the elements of the whole tensor that lie unused before its next row, or None."""
@@ -93,6 +96,7 @@ class _Symbols:
         self._sizes: dict[Source, Formula] = {}
         self._hints: dict[int, int] = {}
         self._gaps: dict[Source, Gaps] = {}
+        self._of_shards: dict[object, Formula] = {}
 
     def sizes(
         self, size: object, source: Source, symbolic_context: object, hint_overrides: dict[int, int] | None = None
@@ -193,17 +197,27 @@ class _Symbols:
     ) -> Formula:
         """The symbol for a size of a shard.
 
-        Along a sharded dim it is a new symbol: shards of equal size on this rank may differ in size on others. Along
+        Along a sharded dim it is a new symbol: shards of equal size on this rank may differ in size on others. It is
+        one symbol for all inputs of one known partition, such as a parameter and the state of its optimizer. Along
         another dim it is the whole tensor's symbol. If an earlier call had another layout and another size, Dynamo
         would make a new symbol there, and would not know that both are equal.
         """
         shard = cast(ChainedSource, source.base)
         whole = self._sizes.get(TensorPropertySource(shard.base, TensorProperty.SIZE, source.idx))
         if whole is not None and source.idx not in self._hints and value == self._value(whole):
-            if isinstance(whole, sympy.Symbol):
-                self._env.var_to_sources[whole].append(source)  # 2.11 - 2.15
-            return whole
-        return self._make(value, source, *args, **kwargs)
+            return self._also_of(whole, source)
+        shards = cast(Mapping[int, object], self._hints.get(SHARDS, {})).get(cast(int, source.idx))
+        if shards is None:
+            return self._make(value, source, *args, **kwargs)
+        if shards in self._of_shards:
+            return self._also_of(self._of_shards[shards], source)
+        made = self._of_shards[shards] = self._make(value, source, *args, **kwargs)
+        return made
+
+    def _also_of(self, size: Formula, source: Source) -> Formula:
+        if isinstance(size, sympy.Symbol):
+            self._env.var_to_sources[size].append(source)  # 2.11 - 2.15
+        return size
 
     def _value(self, size: Formula) -> int:
         return int(self._env.backed_var_to_val.get(size, size))  # 2.12 - 2.15; `var_to_val` before

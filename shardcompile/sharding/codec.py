@@ -89,9 +89,10 @@ def write_sizes(partition: Partition | IntLike) -> list[IntLike]:
     trace = partition.trace
     if partition.kind == "chunk":
         return [_CHUNK, partition.size, trace.scale]
-    if partition.kind == "dynamic" and partition.known_sizes is None:
+    sizes = partition.static_sizes if partition.kind == "fixed" else partition.known_sizes
+    if sizes is None:
         return [_KEY, trace.key, trace.coarsening, trace.scale]
-    return [_SIZES, len(partition.sizes), *partition.sizes]
+    return [_SIZES, len(sizes), *sizes]
 
 
 def read_sizes(code: Sequence[int], parts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -150,7 +151,7 @@ class PartitionMetadata(NamedTuple):
         """Returns the metadata of the partition of a tensor dim."""
         numbers = (partition.trace.scale, partition.num_segments)
         scale, num_segments = (n if isinstance(n, int) else _SYMBOLIC for n in numbers)
-        sizes = partition.sizes if partition.kind == "fixed" else ()
+        sizes = partition.static_sizes or () if partition.kind == "fixed" else ()
         kind, mesh_dims = partition.kind, partition.mesh_dims
         return PartitionMetadata(dim, kind, mesh_dims, partition.trace.coarsening, scale, sizes, num_segments)
 
@@ -183,7 +184,8 @@ class PartitionMetadata(NamedTuple):
 
     def _one_segment(self, parts: Sequence[int], size: IntLike, key: IntLike, local_size: IntLike) -> Partition:
         if self.kind == "fixed":
-            return Partition.of_sizes(self.mesh_dims, parts, self.sizes, "fixed")
+            partition = Partition.of_sizes(self.mesh_dims, parts, self.sizes, "fixed")
+            return partition.with_trace(local_size=local_size) if partition.is_traced else partition
         if self.kind == "chunk":
             partition = Partition.chunk(self.mesh_dims, parts, size // self.scale).flatten_trailing(self.scale)
             if partition.known_sizes is not None and type(local_size) is int:

@@ -7,7 +7,7 @@ tracing:
 
 * ``chunk``: the shard sizes follow from the global size as in `torch.chunk`, times `TraceState.scale`. The global size
   may be symbolic.
-* ``fixed``: the shard sizes are static ints, the same on all ranks, on which a compiled graph is specialised.
+* ``fixed``: the shard sizes are static ints, on which a compiled graph is specialised.
 * ``dynamic``: the shard sizes are run-time data. In eager mode they are ints; while tracing only their key, a symbol,
   is known.
 """
@@ -107,7 +107,7 @@ class Partition:
     def of_sizes(
         mesh_dims: Sequence[int], parts: Sequence[int], sizes: Sequence[int], kind: Kind = "dynamic"
     ) -> Partition:
-        """Returns the partition with the given shard sizes; a dynamic one while compiling, if they differ.
+        """Returns the partition with the given shard sizes.
 
         Raises:
             LayoutError: a size is negative, or the number of sizes differs from the number of shards.
@@ -122,7 +122,7 @@ class Partition:
         if any(b < 0 for b in shards):
             raise LayoutError(f"shard sizes must not be negative, got {shards}")
         trace, known = TraceState(key_of(shards, parts)), _unless_ranks_differ(shards)
-        return Partition(kind if known else "dynamic", tuple(mesh_dims), tuple(parts), sum(shards), known, trace=trace)
+        return Partition(kind, tuple(mesh_dims), tuple(parts), sum(shards), known, trace=trace)
 
     @staticmethod
     def traced(
@@ -187,7 +187,7 @@ class Partition:
         trace = self.trace
         if self.known_sizes is not None or not all(type(n) is int for n in (self.size, trace.key, trace.scale)):
             return self.known_sizes
-        if self.kind == "dynamic":
+        if self.kind != "chunk":
             return sizes_of_key(trace.key, trace.coarsening, trace.scale)  # type: ignore[arg-type]
         return tuple(n * trace.scale for n in nested_chunk_sizes(self.size // trace.scale, self.parts))  # type: ignore[misc,arg-type]
 
@@ -376,6 +376,9 @@ class Partition:
             return self.known_sizes == other.known_sizes and self.num_segments == other.num_segments
         if not compat.statically_known_true(self.num_segments == other.num_segments):
             return False
+        mine, others = self.static_sizes, other.static_sizes
+        if mine is not None and others is not None:
+            return mine == others
         same_scale = compat.statically_known_true(self.trace.scale == other.trace.scale)
         if self.kind == other.kind == "chunk":
             return same_scale and compat.guard_equal(self.size, other.size)
@@ -386,7 +389,7 @@ class Partition:
             dynamic = other if self.kind == "chunk" else self
             if not compat.guard_equal(self.size, other.size) or not (guard_chunk and dynamic.guard_chunked()):
                 return False
-        elif static.kind == "fixed" and traced.known_sizes is None and isinstance(traced.trace.key, torch.SymInt):
+        elif "fixed" in (self.kind, other.kind):
             return False  # a guard would compile one graph for that partition, and another one for all others
         elif not compat.guard_equal(self.trace.key, other.trace.key):
             return False
@@ -416,8 +419,9 @@ class Partition:
         count = self.parts[-1]
         # With one mesh dim there is one group, and the trace stays rank-invariant.
         first = self.shard_index(coordinate) // count * count if len(self.parts) > 1 else 0
-        if self.known_sizes is not None and self.kind != "dynamic":
-            return GroupPartition(list(self.known_sizes[first : first + count]), CHUNK_KEY, [])
+        sizes = self.static_sizes if self.kind == "fixed" else self.known_sizes
+        if sizes is not None and self.kind != "dynamic":
+            return GroupPartition(list(sizes[first : first + count]), CHUNK_KEY, [])
         trace = self.trace
         grouping = [1, 0, trace.scale] if self.kind == "chunk" else [trace.coarsening, first, trace.scale]
         return GroupPartition([], trace.key, grouping if grouping != [1, 0, 1] else [])

@@ -243,6 +243,12 @@ def shard_hints(layout: Layout) -> dict[int, int]:
     }
 
 
+def identity_of(layout: Layout, dim: int) -> tuple[object, ...]:
+    """Returns what identifies the shards of a dim among all inputs of a graph."""
+    partition = layout.partition_of(dim)
+    return tuple(compat.group_name_of(layout.mesh, m) for m in partition.mesh_dims), partition.sizes
+
+
 def uneven_shard_hints(layout: Layout) -> dict[int, int]:
     """Returns `shard_hints` for the dims whose shards differ in size."""
     partitions = layout.partitions

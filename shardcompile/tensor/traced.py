@@ -22,6 +22,7 @@ from shardcompile.tensor.metadata import (
     Metadata,
     as_stated_by,
     gaps_along_partitions,
+    identity_of,
     is_stated_by,
     make_keys_tensor,
     metadata_of,
@@ -204,7 +205,10 @@ class Traced(Sharded):
             if hints := uneven_shard_hints(self._spec.layout):
                 # Ranks have shards of other sizes, but the same graph.
                 compat.trace_size_obliviously()
-                compat.mark_weakly_dynamic(self._local_tensor, hints, gaps_along_partitions(self._spec))
+                # A gradient is an input of the optimizer's graph, and Dynamo (2.11 - 2.15) cannot read the size of an
+                # input off a parameter, which is an attribute there.
+                shards = {d: (self._belongs_to_parameter, *identity_of(self._spec.layout, d)) for d in hints}
+                compat.mark_weakly_dynamic(self._local_tensor, hints, gaps_along_partitions(self._spec), shards)
             return
         compat.trace_size_obliviously()
         compat.note_imbalance(self._spec.layout.imbalance)
