@@ -34,7 +34,6 @@ from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     backward_at_once,
     batched_products_by_hint,
-    buffers_vary,
     channels_last_by_hint,
     channels_last_of_known_sizes,
     clamped_ends,
@@ -45,6 +44,7 @@ from shardcompile.compat.replacements import (
     memory_format_by_hint,
     no_donated_buffers,
     places_of_parts,
+    shards_of_modules_vary,
     symbols_by_both_names,
     traces_agree,
     views_by_stride,
@@ -201,15 +201,14 @@ OF_RANKS_ALIKE = (
         traces_agree,
     ),
     Patch(
-        "buffers_vary",
+        "shards_of_modules_vary",
         "torch._dynamo.variables.builder.tensor_always_has_static_shape",
-        "Dynamo traces the buffers of modules with numbers for sizes. Inputs that are identically sharded have "
-        "symbols, so a "
-        "sharded buffer would not fit them.",
+        "Dynamo traces the buffers and parameters of modules with numbers for sizes. Inputs that are identically "
+        "sharded have symbols, so a sharded buffer would not fit them; shards of parameters differ between ranks.",
         "force_parameter_static_shapes also holds for tensor subclasses whose inner tensors are marked as dynamic: it "
-        "ignores the marks on a buffer's inner tensors.",
+        "ignores the marks on their inner tensors.",
         "2.11 - 2.15",
-        buffers_vary,
+        shards_of_modules_vary,
     ),
     COMPILED_ONCE,
 )

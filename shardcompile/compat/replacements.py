@@ -91,7 +91,7 @@ def traces_agree(stack: contextlib.ExitStack) -> None:
     replace(stack, common, "aot_module_simplified", retry_traces)  # 2.11 - 2.15
 
 
-def buffers_vary(stack: contextlib.ExitStack) -> None:
+def shards_of_modules_vary(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._dynamo.variables import builder  # 2.11 - 2.15
 
@@ -166,7 +166,7 @@ def _without_a_guard_if_false(expect: Callable[..., bool]) -> Callable[..., bool
 
 
 def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[..., tuple[bool, object]]:
-    """Have Dynamo trace a sharded buffer of a module like a sharded input: one graph for every partition."""
+    """Have Dynamo trace sharded buffers and parameters of modules by the marks on their shards."""
 
     def static(tensor: object, is_tensor: bool, *args: object, **kwargs: object) -> tuple[bool, object]:
         if is_tensor and hasattr(tensor, "_is_static"):

@@ -183,12 +183,16 @@ class Partition:
 
     @property
     def static_sizes(self) -> tuple[int, ...] | None:
-        """The sizes of all shards where no symbol stands for them; while compiling also if they differ."""
+        """The sizes of all shards where no symbol stands for them; while compiling also if they differ.
+
+        None if they are unknown, or the key is of another process.
+        """
         trace = self.trace
         if self.known_sizes is not None or not all(type(n) is int for n in (self.size, trace.key, trace.scale)):
             return self.known_sizes
         if self.kind != "chunk":
-            return sizes_of_key(trace.key, trace.coarsening, trace.scale)  # type: ignore[arg-type]
+            is_known = lookup_sizes(trace.key) is not None  # type: ignore[arg-type]
+            return sizes_of_key(trace.key, trace.coarsening, trace.scale) if is_known else None  # type: ignore[arg-type]
         return tuple(n * trace.scale for n in nested_chunk_sizes(self.size // trace.scale, self.parts))  # type: ignore[misc,arg-type]
 
     @property

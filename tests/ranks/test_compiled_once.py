@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -134,6 +134,29 @@ def gathering(x: Tensor, weight: Tensor) -> Tensor:
     if isinstance(weight, sc.ShardTensor):
         weight = weight.redistribute(placements=[Replicate()])
     return step(x, weight)
+
+
+@pytest.mark.ranks(3, timeout=200)
+def test_ranks_share_code_whatever_their_shards_of_a_parameter(tmp_path: Path) -> None:
+    """A rank has none of a weight, one has one row; the gradients come in shards, too."""
+    weight_of = sharded(weight().detach(), [4, 0, 1])
+    found = everywhere(check("shardcompile", common_folder(tmp_path), nn.Parameter(weight_of), gathering))
+    assert sorted(found) == [0, 0, 2]
+
+
+def partitioning(x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(x, sc.ShardTensor):
+        rows = x.redistribute(placements=[Replicate()])
+        x = rows.redistribute(placements=[Shard(0)])[1:] + rows.redistribute(placements=[Shard(0)])[:-1]
+    else:
+        x = x[1:] + x[:-1]
+    return step(x, weight)
+
+
+@pytest.mark.ranks(3, timeout=200)
+def test_ranks_share_code_whatever_their_shards_of_what_the_program_partitions(tmp_path: Path) -> None:
+    found = everywhere(check("shardcompile", common_folder(tmp_path), weight(), partitioning))
+    assert sorted(found) == [0, 0, 2]
 
 
 @pytest.mark.ranks(3, timeout=200)

@@ -483,6 +483,23 @@ def test_a_partition_that_a_program_knows_has_no_graph_of_its_own(sizes: list[in
     assert found(lines, inputs, backend="aot_eager").kind == RIGHT
 
 
+def test_a_slice_of_a_known_partition_has_the_same_graph_on_all_ranks() -> None:
+    """A rank whose shard of the slice is empty would have had fewer nodes, and another order of collectives."""
+    inputs = [
+        Input("a0", (5, 6, 3), "R"),
+        Input("a1", (6, 2), "S(1)", {0: [2, 0, 0]}, grad=True),
+    ]
+    lines = [
+        'v0 = to(a1, "S(0)")',
+        "v1 = torch.fft.hfft(v0, n=2, dim=-1)",
+        "v2 = (lambda r: whole(to(r, 'S(0)')) - whole(r))(torch.rand_like(a0))",
+        "v3 = a1.abs().flatten(0, 1)[:-3]",
+        "v4, v5 = v0.split(3, 0)[:2]",
+        "v6 = torch.randint_like(v4, 3, 4)",
+    ]
+    assert found(lines, inputs, backend="shardcompile").kind == RIGHT
+
+
 @pytest.mark.ranks(3, processes=False)
 def test_sizes_that_a_program_states_are_compared_with_none() -> None:
     """Not even where an input has them: a guard would have a graph for that partition, and another for all others."""

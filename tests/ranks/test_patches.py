@@ -647,7 +647,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
     ),
     "symbols_by_both_names": inputs_with_gradients,
-    "buffers_vary": buffer_of_a_module,
+    "shards_of_modules_vary": buffer_of_a_module,
     "inputs_of_make_fx": Refused(lambda mesh, x: make_fx(torch.sin)(x)),
     "inputs_of_jit_trace": Refused(lambda mesh, x: torch.jit.trace(torch.sin, (x,), check_trace=False)),
     "shards_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),
