@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed import Store
 from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
 from shardcompile.election import Leadership, elect
@@ -74,7 +75,11 @@ class Plan:
 
 
 def key_of(graph: Graph) -> str:
-    """Returns a hash of what the collectives of a graph move and of which depend on which; the same on all ranks."""
+    """Returns a hash of what the collectives of a graph move, of which depend on which, and of the products.
+
+    It is the same on all ranks. Products tell graphs apart that have the same collectives, such as a forward graph and
+    its backward graph; torch traces them on every rank, also for a shard without rows.
+    """
     groups: dict[str, int] = {}
     found = collectives(graph)
     closure = Closure(graph, [c.node for c in found])
@@ -85,7 +90,8 @@ def key_of(graph: Graph) -> str:
         group = groups.setdefault(c.group_name, len(groups))
         before = closure.ancestors(c.node)
         lines.append(f"{c.kind} {words} {dtypes} over group {group}: {c.sizes} after {before:x}")
-    return _hash(lines)
+    packets = (getattr(n.target, "overloadpacket", None) for n in graph.nodes)
+    return _hash([*lines, *sorted(str(p) for p in packets if p in flop_registry)])
 
 
 def structure_of(graph: Graph) -> str:

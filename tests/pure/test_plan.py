@@ -90,6 +90,17 @@ def test_a_rank_with_other_nodes_keeps_the_order_of_collectives() -> None:
         assert started(graphs[0]) == started(graphs[1])
 
 
+def test_graphs_of_the_same_collectives_and_other_products_have_plans_of_their_own() -> None:
+    with world_of(3):
+        once, twice = program([5, 1, 3], 0), program([5, 1, 3], 0)
+        product = once.find_nodes(op="call_function", target=aten.mm.default)[0]
+        assert key_of(once) == key_of(twice)
+        with twice.inserting_before(twice.output_node()):
+            _, second = twice.find_nodes(op="placeholder")[:2]
+            twice.call_function(aten.mm.default, (second, second)).meta["val"] = product.meta["val"]
+        assert key_of(once) != key_of(twice)
+
+
 def test_a_plan_is_kept_and_applied() -> None:
     with world_of(3):
         first, again, other = program([5, 1, 3], 0), program([5, 1, 3], 0), program([5, 1, 4], 0)
