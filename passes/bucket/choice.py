@@ -120,7 +120,7 @@ class BucketSearch:
         model: the cost model.
         traffic: what a bucket moves.
         bucket_bytes: the most bytes of a bucket, over all ranks; None for no limit.
-        divides: whether a group may become several buckets. Otherwise it becomes one, or none.
+        divides: whether a group may become several buckets. Otherwise each becomes one, or none does.
     """
 
     def __init__(
@@ -153,13 +153,11 @@ class BucketSearch:
         worthwhile = [
             key for key in self.divisible if _saved_latency(self.divisible[key]) >= MIN_LATENCY_SHARE * self.best[1]
         ]
-        if not self.divides and self._attempt(dict.fromkeys(worthwhile, _ONE_BUCKET), chosen):
-            worthwhile = []
-        for key in sorted(worthwhile, key=lambda key: -_saved_latency(self.divisible[key])):
-            if self.divides:
+        if self.divides:
+            for key in sorted(worthwhile, key=lambda key: -_saved_latency(self.divisible[key])):
                 self._improve(key, chosen)
-            else:
-                self._attempt({key: _ONE_BUCKET}, chosen)
+        else:
+            self._attempt(dict.fromkeys(worthwhile, _ONE_BUCKET), chosen)
         return [[c.collective.node for c in bucket] for bucket in self._divide(chosen)]
 
     def _evaluate_input(self) -> None:
@@ -411,7 +409,7 @@ def score(outline: Outline, policy: SchedulingPolicy, limit: float) -> Score:
     found = Scheduler(outline, replace(policy, most=limit)).run()
     # Early decisions can take more memory than estimated. A schedule given up for its time is no faster with less.
     if found.peak_bytes > limit:
-        found = Scheduler(outline, replace(policy, limit=NARROWER[1] * limit)).run()
+        found = Scheduler(outline, replace(policy, limit=NARROWER[-1] * limit)).run()
     return max(found.peak_bytes - limit, 0), found.total + _contention(outline)
 
 

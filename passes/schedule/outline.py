@@ -19,9 +19,6 @@ LEADING_TAIL = 4.0
 matters.
 """
 
-SMALL_BYTES = 1 << 16
-"""A result of no more bytes than this may be held from as early as possible, such as a table of counts."""
-
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
@@ -73,17 +70,16 @@ class Outline:
     """Derived properties of tasks that all their schedules share.
 
     Attributes:
-        prepares: compute tasks that need only inputs, and that only collectives need, such as the cast of a weight that
-            is gathered: they run when their collective starts, whatever their position. They may be results as well,
-            like casts that are saved for the backward pass.
+        prepares: compute tasks that need only inputs, and that more than the end reads, such as constants, or the cast
+            of a weight that is gathered: they run when the first task that reads them does, whatever their position.
+            They may be results as well, like casts that are saved for the backward pass.
         work: the other compute tasks, in order, without waits.
         work_place: by compute task: its position in `work`.
         fillers: those of `work` from which no collective leads to much later work.
-        results: those of `work` that compute nothing and that only the end reads: nobody waits for them.
         clock: by position: the time at which the task would begin if nothing delayed the compute; last, the end of all.
         first_use: by start: the position of the first compute task that needs its result.
         payload: by start: bytes of its payload.
-        grows: by start: whether it allocates more than it frees, small results not counted.
+        grows: by start: whether it allocates more than it frees.
         curve: by position: bytes held while that task runs, if every collective runs just when it is needed.
         takes: by task: whether it is a compute task that allocates more memory than it frees.
         tails: by task, see `tails`.
@@ -97,12 +93,11 @@ class Outline:
         self.prepares = _preparations(tasks)
         self.work = [n for n, kind in enumerate(tasks.kind) if kind == WORK and n not in self.prepares]
         self.work_place = {n: i for i, n in enumerate(self.work)}
-        self.results = {n for n in self.work[:-1] if tasks.idle[n] and self._is_read_last(n)}
         self.clock = list(itertools.accumulate((tasks.seconds[n] for n in self.work), initial=0.0))
         self.tails = tails(tasks)
         self.first_use = self._first_uses()
         self.payload = {s: tasks.payload_bytes(s) for s in tasks.stream}
-        self.grows = {s: tasks.alloc[s] > self.payload[s] + SMALL_BYTES for s in tasks.stream}
+        self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
         prepares = self.prepares
         self.missing = [
             len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before
@@ -112,17 +107,13 @@ class Outline:
         for s, group in tasks.stream.items():
             self.busy[group] += tasks.price[s].seconds
 
-    def _is_read_last(self, n: int) -> bool:
-        end = self.work[-1]
-        return all(a == end for a in self.tasks.after[n])
-
     def _first_uses(self) -> dict[int, int]:
         tasks, end = self.tasks, len(self.work)
         use = [end] * len(tasks.nodes)
         first = dict.fromkeys(tasks.stream, end)
         for n in range(len(tasks.nodes) - 1, -1, -1):
             place = self.work_place.get(n)
-            if place is not None and n not in self.results:
+            if place is not None:
                 use[n] = place
                 continue
             for a in tasks.after[n]:
@@ -223,25 +214,6 @@ def tails(tasks: Tasks) -> list[float]:
 
 def _preparations(tasks: Tasks) -> set[int]:
     """Returns the tasks of `Outline.prepares`."""
-    found: set[int] = set()
-    for n, kind in enumerate(tasks.kind):
-        if kind == WORK and tasks.after[n] and found.issuperset(tasks.before[n]):
-            found.add(n)
-    size = 0
-    while len(found) != size:  # rarely more than two rounds
-        size = len(found)
-        for n in sorted(found, reverse=True):
-            readers = [a for a in tasks.after[n] if tasks.after[a] or tasks.kind[a] == START]  # the end reads results
-            if not readers or not all(tasks.kind[a] == START or a in found for a in readers):
-                found.remove(n)
-        for n in sorted(found):
-            if not found.issuperset(tasks.before[n]):
-                found.remove(n)
-    return found | _constants(tasks)
-
-
-def _constants(tasks: Tasks) -> set[int]:
-    """Returns the tasks without inputs that are read by more than the end."""
     made = (n for n, kind in enumerate(tasks.kind) if kind == WORK and tasks.makes[n] >= 0)
     return {
         n for n in made if not tasks.before[n] and not tasks.reads[n] and any(tasks.after[a] for a in tasks.after[n])

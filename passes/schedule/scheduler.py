@@ -45,7 +45,7 @@ class Scheduler:
         self._missing = list(outline.missing)
         self._readers = list(tasks.readers)
         self._held = self.peak = tasks.at_start
-        fillers = outline.fillers | outline.results if policy.leads else outline.results
+        fillers = outline.fillers if policy.leads else set()
         self._leading = [n for n in outline.work if n not in fillers]
         self._lead_place = {n: i for i, n in enumerate(self._leading)}
         self._first = 0  # the first leading task that is left
@@ -68,8 +68,6 @@ class Scheduler:
         self._has_curve = not policy.leads and not math.isinf(policy.limit)
         self._curve = outline.curve.copy() if self._has_curve else np.zeros(0, dtype=np.int64)
         self._queued = 0  # bytes of payloads of reductions that could start
-        self._not_before: dict[int, int] = {}  # by start: the position from which memory may allow it
-        self._not_with: dict[int, tuple[int, int]] = {}  # the same, while at least this many bytes are queued
         self._left = outline.seconds  # seconds left on the compute stream
         self._busy_left = dict(outline.busy)
         self._until = policy.until * (1 + _ROUNDING)
@@ -125,7 +123,7 @@ class Scheduler:
                 self._enqueue(a)
 
     def _prepare(self, task: int) -> None:
-        """Runs the preparations of a collective, or at the end those of a collective that the end does not wait for."""
+        """Runs the preparations of a task that have not run."""
         for n in self.tasks.before[task]:
             if n in self.outline.prepares and not self._taken[n]:
                 self._take(n)
@@ -283,21 +281,8 @@ class Scheduler:
             return True
         if self.policy.leads:  # the compute does not follow the order of the curve
             return self._held + self.tasks.alloc[n] <= self.policy.limit
-        if progress < self._not_before.get(n, 0):
-            return False
-        until, queued = self._not_with.get(n, (0, 0))
-        if progress < until and queued <= self._queued:
-            return False  # as before: the room has not grown since
-        room = self.policy.limit - self.tasks.alloc[n]
-        curve = self._curve[progress:needed]
-        most = curve.max()
-        if most > room:
-            self._not_before[n] = progress + int(np.flatnonzero(curve > room)[-1]) + 1
-            return False
-        if most + self._queued > room:
-            self._not_with[n] = progress + int(np.flatnonzero(curve > room - self._queued)[-1]) + 1, self._queued
-            return False
-        return True
+        most = int(self._curve[progress:needed].max())
+        return most + self._queued + self.tasks.alloc[n] <= self.policy.limit
 
     # ------------------------------------------------------------------------------------------ work
 
@@ -356,22 +341,16 @@ class Scheduler:
         Of the running collectives, the one that ends first is awaited, whoever needs it: a task that waits for it may
         be next.
         """
-        starts = self._starts_before(self._goal())
+        work = self.outline.work
+        while self._taken[work[self._oldest]]:
+            self._oldest += 1
+        starts = self._starts_before(work[self._oldest])
         if starts:
             return min(starts, key=lambda n: (self.policy.urgency[n], n))
         while self._waits and self._taken[self._waits[0][1]]:
             heapq.heappop(self._waits)
         assert self._waits, "the tasks have a cycle: nothing that runs delays the first one that is left"
         return self._waits[0][1]
-
-    def _goal(self) -> int:
-        """Returns the first task that is left, preferring leading ones."""
-        if self._first < len(self._leading):
-            return self._leading[self._first]
-        work = self.outline.work
-        while self._taken[work[self._oldest]]:
-            self._oldest += 1
-        return work[self._oldest]
 
     def _front(self, heap: list[tuple[float, int]]) -> int | None:
         """Returns the front task of a heap that is not taken yet, or None."""
@@ -381,9 +360,6 @@ class Scheduler:
 
     def _starts_before(self, n: int) -> list[int]:
         """Returns the collectives that could be started and that a task needs."""
-        if n == self.outline.work[-1] and not self.tasks.after[n]:  # the end needs all: the heaps hold the candidates
-            heaps = (self._early, *self._growing.values(), *self._shrinking.values())
-            return [h for heap in heaps if (h := self._front(heap)) is not None]
         pending, seen, starts = [n], {n}, []
         while pending:
             n = pending.pop()

@@ -10,25 +10,21 @@ from shardcompile.passes.schedule.outline import Outline, Schedule, SchedulingPo
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.tasks import START, Tasks
 
-EARLINESS = (math.inf, 1.0)
-"""How much earlier than just in time a collective is started, in multiples of its own time."""
-
-LEADING_EARLINESS = (2.0, 8.0, 32.0)
-"""The same where fillers are left for gaps: the compute then gets further ahead of its order."""
+EARLINESS = (2.0, 8.0)
+"""How much earlier than just in time a collective is started, in multiples of its own time, where fillers are left for
+gaps: the compute then gets ahead of its order. Elsewhere it is started as early as memory allows.
+"""
 
 WINDOWS = (4, 16, 64, 256)
 """How far tasks may overtake others, in positions of the original order, where the compute is reordered as well."""
 
-JUSTIFICATIONS = 3
-"""How often the best schedule is justified at most (see `search`)."""
-
-RELEASE_LEADS = (math.inf, 0.1, 0.01)
+RELEASE_LEADS = (math.inf, 0.01)
 """How much earlier than in the justified schedule memory-allocating work may run, as a fraction of its total time."""
 
 QUICK_WINDOW, QUICK_EARLINESS = 16, 8.0
 """The window and the earliness that are taken where only a few attempts are made."""
 
-NARROWER = (1.0, 0.985, 0.96, 0.9)
+NARROWER = (1.0, 0.9)
 """Limits for the scheduler, relative to the real one: early decisions can take more memory than the curve says."""
 
 CLOSE = 1e-3
@@ -39,10 +35,9 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     """Returns the fastest schedule found within the memory limit; if none is within it, the one of least memory.
 
     First the compute keeps its order. Then it is reordered within windows, by the longest path first; tasks that no
-    later one waits for fill gaps, or do not. Last, schedules are justified: those by the longest path first that ignore
-    the limit, and the best one. All tasks are shifted as late as they could be without anything ending later, and those
-    that had to be first are taken first (Valls, Ballestin, Quintanilla, "Justification and RCPSP: a technique that
-    pays", 2005).
+    later one waits for fill gaps, or do not. Last, a schedule by the longest path first that ignores the limit is
+    justified: all tasks are shifted as late as they could be without anything ending later, and those that had to be
+    first are taken first (Valls, Ballestin, Quintanilla, "Justification and RCPSP: a technique that pays", 2005).
 
     Args:
         tasks: of a graph.
@@ -51,21 +46,15 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     """
     finder = _Finder(Outline(tasks), limit, bound)
     outline = finder.outline
-    place, needed = _positions(tasks), _first_uses(outline)
-    for earliness in EARLINESS:
-        finder.attempt(SchedulingPolicy(place, needed, due_times(outline, earliness), 1, limit))
+    needed, at_once = _first_uses(outline), due_times(outline, math.inf)
+    finder.attempt(SchedulingPolicy(_positions(tasks), needed, at_once, 1, limit))
     urgent = [-tail for tail in outline.tails]
-    for leads, levels in ((True, LEADING_EARLINESS), (False, EARLINESS[:1])):
-        for earliness in levels:
-            finder.widen(SchedulingPolicy(urgent, needed, due_times(outline, earliness), 1, limit, leads))
-    free = SchedulingPolicy(urgent, needed, due_times(outline, math.inf), len(tasks.nodes), math.inf)
-    for leads in (False, True):
-        if not finder.done:
-            policy = replace(free, leads=leads)
-            finder.justify(policy, Scheduler(outline, policy).run())
-    for _ in range(JUSTIFICATIONS):
-        if finder.done or not finder.justify(finder.policy, finder.best):
-            break
+    for earliness in EARLINESS:
+        finder.widen(SchedulingPolicy(urgent, needed, due_times(outline, earliness), 1, limit, leads=True))
+    longest_first = SchedulingPolicy(urgent, needed, at_once, 1, limit)
+    finder.widen(longest_first)
+    if not finder.done:
+        finder.justify(longest_first)
     return finder.best
 
 
@@ -74,7 +63,6 @@ class _Finder:
 
     def __init__(self, outline: Outline, limit: float, bound: float) -> None:
         self.outline, self.limit, self.bound = outline, limit, bound
-        self.policy = SchedulingPolicy([], [], [], 1, limit)
         self.best = Schedule([], math.inf, 0, [])
 
     @property
@@ -89,7 +77,7 @@ class _Finder:
         found = self._schedule_within_limit(policy)
         if self.best.order and self._score(found) >= self._score(self.best):
             return False
-        self.best, self.policy = found, policy
+        self.best = found
         return True
 
     def _schedule_within_limit(self, policy: SchedulingPolicy) -> Schedule:
@@ -102,25 +90,23 @@ class _Finder:
         return found
 
     def widen(self, policy: SchedulingPolicy) -> None:
-        """Tries windows, from the narrowest on until the schedule gets no better, and one between the last two."""
-        best = 0
+        """Tries windows, from the narrowest on until the schedule gets no better."""
+        is_better = False
         for window in WINDOWS:
             if self.attempt(replace(policy, window=window)):
-                best = window
-            elif best:
+                is_better = True
+            elif is_better:
                 break
-        if best:
-            self.attempt(replace(policy, window=2 * best))
 
-    def justify(self, policy: SchedulingPolicy, found: Schedule) -> bool:
-        """Schedules by the latest times of a schedule that a policy led to; returns whether that is the best so far."""
-        late, takes = latest(self.outline.tasks, found), self.outline.takes
-        policy = replace(policy, rank=late, urgency=late, window=len(late), limit=self.limit)
-        best = False
+    def justify(self, policy: SchedulingPolicy) -> None:
+        """Schedules by the latest times of the schedule that a policy leads to without a window and a limit."""
+        tasks, takes = self.outline.tasks, self.outline.takes
+        policy = replace(policy, window=len(tasks.nodes))
+        found = Scheduler(self.outline, replace(policy, limit=math.inf)).run()
+        late = latest(tasks, found)
         for lead in RELEASE_LEADS:
             release = [t - lead * found.total if takes[n] else -math.inf for n, t in enumerate(late)]
-            best |= self.attempt(replace(policy, release=release))
-        return best
+            self.attempt(replace(policy, rank=late, urgency=late, release=release))
 
     def _score(self, found: Schedule) -> tuple[float, float, float]:
         over = max(found.peak_bytes - self.limit, 0)
