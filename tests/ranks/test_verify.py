@@ -211,37 +211,6 @@ def test_a_warm_start_is_compared_as_a_cold_one(cache: str, tmp_path: Path, monk
         assert noted == cold
 
 
-@pytest.mark.ranks(2, timeout=300)
-def test_graphs_with_known_shards_of_no_rows_are_always_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Out of a cache as well, where only some ranks find them there."""
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    whole = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    mesh = init_device_mesh("cpu", (2,))
-    noted = note_comparisons(monkeypatch)
-
-    def step(sizes: list[int]) -> None:
-        noted.clear()
-        torch._dynamo.reset()
-        weight = torch.nn.Parameter(sc.distribute_tensor(whole, mesh, [Shard(0)], sharding_shapes={0: sizes}))
-        run = torch.compile(lambda x, w: (x @ w.full_tensor().mT).sum(), fullgraph=True, backend="shardcompile")
-        result = run(x, weight)
-        result.backward()
-        torch.testing.assert_close(result.detach(), (x @ whole.mT).sum())
-        torch.testing.assert_close(weight.grad.full_tensor(), x.sum(0).expand(whole.shape))  # type: ignore[union-attr]
-
-    with sc.config.patch(verify=False):
-        for folder in ("warm", "warm" if rank() else "cold"):
-            use_cache(monkeypatch, tmp_path / folder)
-            step([3, 0])
-            assert len(noted) == 1, noted
-    whole = torch.cat([whole, whole])
-    with sc.config.patch(verify=False):
-        step([4, 2])
-        assert not noted, "all ranks have some rows"
-
-
 @pytest.mark.nightly
 def test_without_verification_ranks_of_other_groups_hear_of_a_difference_at_once() -> None:
     """Not only when their time to wait for the ranks that found it is over."""
