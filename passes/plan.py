@@ -28,7 +28,6 @@ from torch.utils.flop_counter import flop_registry
 from shardcompile import compat
 from shardcompile.election import Leadership, elect
 from shardcompile.errors import PassError
-from shardcompile.passes.graph import node_sizes
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.graph.dependencies import Closure
 
@@ -85,11 +84,8 @@ def key_of(graph: Graph) -> str:
     closure = Closure(graph, [c.node for c in found])
     lines = []
     for c in found:
-        words = [a for a in c.arguments._replace(group_name=None) if isinstance(a, str)]
-        dtypes = [str(t.dtype) for p in c.payloads for t in node_sizes.tensors(p)]
         group = groups.setdefault(c.group_name, len(groups))
-        before = closure.ancestors(c.node)
-        lines.append(f"{c.kind} {words} {dtypes} over group {group}: {c.sizes} after {before:x}")
+        lines.append(f"{c.signature} over group {group} after {closure.ancestors(c.node):x}")
     packets = (getattr(n.target, "overloadpacket", None) for n in graph.nodes)
     return _hash([*lines, *sorted(str(p) for p in packets if p in flop_registry)])
 

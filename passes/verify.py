@@ -32,7 +32,7 @@ from torch.fx import Graph
 
 from shardcompile import compat, config
 from shardcompile.errors import PassError
-from shardcompile.passes.graph.collective import Collective, collectives
+from shardcompile.passes.graph.collective import collectives
 
 _POLL_SECONDS = 0.01
 
@@ -68,24 +68,13 @@ def _progress() -> _Progress:
     return _PROGRESS.setdefault(world, _Progress())
 
 
-def signature(c: Collective) -> str:
-    """Describes what has to be the same on every rank of the group, as one line of text."""
-    size = None if c.descriptor.of_one_rank else c.global_size
-    nbytes = f"{size} B" if isinstance(size, int) else "unknown size"
-    dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
-    words = [a for a in c.arguments._replace(group_name=None) if isinstance(a, str)]
-    shard_sizes = None if c.descriptor.of_one_rank else c.sizes
-    sizes = [] if shard_sizes is None else ["shard sizes", ",".join(map(str, shard_sizes))]
-    return " ".join([c.kind, *words, dtypes, nbytes, *sizes])
-
-
 Record = tuple[tuple[str, str], ...]
 """The collectives of a graph in order: for each its signature and the name of its group."""
 
 
 def record_of(graph: Graph) -> Record:
     """Returns the record of a graph."""
-    return tuple((signature(c), c.group_name) for c in collectives(graph))
+    return tuple((c.signature, c.group_name) for c in collectives(graph))
 
 
 def verify(record: Record) -> None:

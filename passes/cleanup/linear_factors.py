@@ -26,7 +26,7 @@ from shardcompile.compat import is_one
 from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes
-from shardcompile.passes.graph.node_sizes import is_pointwise
+from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
 
@@ -122,14 +122,14 @@ class Factors:
         if node.target is WAIT:
             c = Collective.of(node.args[0])  # type: ignore[arg-type]
             return c is not None and c.group_name == self._group and c.descriptor in (ALL_REDUCE, ALL_GATHER)
-        if not _is_call(node) or not (is_pointwise(node) or node.target in _VIEWS):
+        if not _is_call(node) or not (op_of(node).pointwise or node.target in _VIEWS):
             return False
-        if is_pointwise(node) and not all(_is_rank_invariant_number(a) for a in (*node.args, *node.kwargs.values())):
+        if op_of(node).pointwise and not all(_is_rank_invariant_number(a) for a in (*node.args, *node.kwargs.values())):
             return False
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         scalars = [n for n in node.all_input_nodes if n not in tensors]
         all_uniform = all(self.is_uniform(n) or _is_constant(n) for n in tensors)
-        return bool(tensors) and all_uniform and (not scalars or not is_pointwise(node))
+        return bool(tensors) and all_uniform and (not scalars or not op_of(node).pointwise)
 
     def _decompose(self, node: Node) -> Term | None:
         target = node.target

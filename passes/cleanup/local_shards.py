@@ -23,7 +23,6 @@ from shardcompile.passes.graph.collective import (
     reduction_of,
 )
 from shardcompile.passes.graph.dependencies import writes
-from shardcompile.passes.graph.node_sizes import is_pointwise
 from shardcompile.passes.graph.ops import op_of
 
 
@@ -117,7 +116,7 @@ def _is_broadcast(node: Node, dim: int, path: list[Node]) -> bool:
     else:
         is_random = op_of(node).random
         inputs = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor)]
-        is_broadcast = is_pointwise(node) and not is_random and bool(inputs)
+        is_broadcast = op_of(node).pointwise and not is_random and bool(inputs)
         is_broadcast = is_broadcast and all(
             _has_one_row(i, ndim - dim) or _is_broadcast(i, dim - ndim + i.meta["val"].ndim, path) for i in inputs
         )

@@ -16,7 +16,7 @@ from torch.fx import Node
 from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.cleanup.linear_factors import RESHAPES, origin
 from shardcompile.passes.graph.collective import Collective, reduction_of
-from shardcompile.passes.graph.node_sizes import is_pointwise
+from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
 
@@ -67,7 +67,10 @@ class Maximum:
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         has_shape = equal(node.meta["val"].shape, self.largest.meta["val"].shape)
         return (
-            is_pointwise(node) and bool(tensors) and has_shape and all(self.follows(n) or _is_full(n) for n in tensors)
+            op_of(node).pointwise
+            and bool(tensors)
+            and has_shape
+            and all(self.follows(n) or _is_full(n) for n in tensors)
         )
 
 

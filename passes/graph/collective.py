@@ -135,6 +135,16 @@ class Collective:
         return _hint(self.global_size)
 
     @property
+    def signature(self) -> str:
+        """What has to be the same on every rank of the group, as one line of text."""
+        is_known = not self.descriptor.of_one_rank
+        nbytes = f"{self.global_size} B" if is_known and isinstance(self.global_size, int) else "unknown size"
+        dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in self.payloads)
+        words = [a for a in self.arguments._replace(group_name=None) if isinstance(a, str)]
+        sizes = ["shard sizes", ",".join(map(str, self.sizes))] if is_known and self.sizes is not None else []
+        return " ".join([self.kind, *words, dtypes, nbytes, *sizes])
+
+    @property
     def group_size(self) -> int:
         """Number of ranks of the group."""
         return compat.process_group(self.group_name).size()

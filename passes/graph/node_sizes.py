@@ -12,7 +12,6 @@ from shardcompile import compat
 from shardcompile.collectives import traffic
 from shardcompile.collectives.traffic import Member
 from shardcompile.passes.graph.collective import Collective
-from shardcompile.passes.graph.ops import op_of
 
 
 def members(c: Collective, group_size: int | None) -> list[Member]:
@@ -55,8 +54,3 @@ def ranks_of_group(name: str) -> list[int] | None:
         return dist.get_process_group_ranks(compat.process_group(name))
     except (RuntimeError, ValueError, LookupError):
         return None
-
-
-def is_pointwise(node: Node) -> bool:
-    """Whether a node calls a pointwise op."""
-    return op_of(node).pointwise
