@@ -257,6 +257,10 @@ def _stated_layout(
             )
         shard = local.shape[placement.dim] if compat.is_fake(local) else None  # outside of traces `_problem` checks it
         partition = _stated_partition(mesh, placements, placement.dim, values, fixed=False, shard=shard)
+        sizes = partition.static_sizes
+        if partition.is_traced and sizes is not None:  # the shard is a plain tensor of a trace, with numbers for sizes
+            index = partition.shard_index(compat.coordinate(mesh) or ())
+            partition = partition.with_trace(local_size=sizes[index])
         partitions[placement.dim] = partition
         shape[placement.dim] = partition.size  # type: ignore[assignment]
     return Layout.of(mesh, placements, shape, local.dtype, partitions)

@@ -988,3 +988,30 @@ def test_numbers_are_formatted_and_become_arrays() -> None:
         loss.numpy()
     with pytest.raises(TypeError):
         f"{x:.3f}"
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("backend", ["aot_eager", "shardcompile"])
+def test_a_compiled_function_wraps_a_plain_shard_by_stated_sizes(backend: str) -> None:
+    """One rank has no rows. The shard is a plain input, whose size is a number in the graph."""
+    sizes, mesh = [5, 0, 2], init_device_mesh("cpu", (3,))
+    torch.manual_seed(0)
+    full, weight = torch.randn(7, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+    def loss(x: Any, w: Tensor) -> Any:
+        y = torch.cat([x @ w, (x @ w).relu()], 0).softmax(0) * x.sum(0)
+        return torch.nn.functional.layer_norm(y, [4]).square().sum() + y[1:6].mean()
+
+    def step(shard: Tensor, w: Tensor, stated: list[int]) -> Any:
+        return loss(ShardTensor.from_local(shard, mesh, [Shard(0)], {0: stated}), w)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    plain, ours = (weight.clone().requires_grad_() for _ in range(2))
+    shard = full.split(sizes)[rank()].clone()
+    result, expected = compiled(shard, ours, sizes), loss(full, plain)
+    result.backward()
+    expected.backward()
+    torch.testing.assert_close(result.full_tensor(), expected)
+    torch.testing.assert_close(ours.grad, plain.grad)
+    with pytest.raises(Exception, match=r"do not match the tensor|its layout says"):  # a list that varies is symbols
+        compiled(shard, ours, [sizes[1] + 1, sizes[2] + 1, sizes[0] - 2])
