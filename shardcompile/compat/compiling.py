@@ -59,8 +59,7 @@ def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
 def make_decisions_rank_invariant() -> None:
     """Have the running compilation decide on collectives by the program, not by this rank's numbers.
 
-    Every graph with sharded tensors needs this. The shards of parameters, and of a tensor that the program partitions,
-    have known sizes, which differ from rank to rank.
+    Every graph with sharded tensors needs this: plain inputs, strides and memory differ from rank to rank.
     """
     if _COMPILATION:
         return

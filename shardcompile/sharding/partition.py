@@ -367,8 +367,9 @@ class Partition:
 
         Args:
             other: the other partition.
-            coordinate: this rank's mesh coordinate. While tracing, a partition may turn out to equal a static one, such
-                as that of a parameter. Its local shard size is then specialized as well, so that both fit into one op.
+            coordinate: this rank's mesh coordinate. While tracing, a partition may turn out to equal one of known, even
+                sizes, such as that of a parameter. Its local shard size is then specialized as well, so that both fit
+                into one op.
             guard_chunk: whether a trace may install a guard on whether a dynamic partition is torch.chunk's; if not, it
                 counts as different.
         """

@@ -83,7 +83,7 @@ class _SizeTable:
         if sizes is None:
             raise LayoutError(
                 f"the partition with key {key} is no longer known in this process: more than {_TABLE_LIMIT} shard "
-                "sizes were used since it was used. Keep fewer steps in flight, or raise the limit."
+                "sizes were used since it was last used. Keep fewer steps in flight, or raise the limit."
             )
         self._by_key.move_to_end(key)  # it may be a constant of a graph, which nothing else uses
         return sizes

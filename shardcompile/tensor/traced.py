@@ -164,10 +164,11 @@ class Traced(Sharded):
 
     @property
     def _is_static(self) -> bool:
-        """Whether sizes are static, since later calls see this very tensor, or one of the same layout.
+        """Whether the layout is static, since later calls see this very tensor, or one of the same layout.
 
         As everywhere in torch this holds for parameters, and therefore for the state of optimizers and for gradients:
-        in a compiled optimizer step all of them have to be static.
+        in a compiled optimizer step all of them have to be static. A graph has numbers for global sizes, keys and even
+        shards, and symbols for uneven shards.
         """
         return getattr(self, "_is_param", False) or self._belongs_to_parameter or compat.has_guarded_address(self)
 
