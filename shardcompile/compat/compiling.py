@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile.compat.patch import put_in, replace
 from shardcompile.compat.patches import OF_A_COMPILATION, OF_A_TRACE, OF_RANKS_ALIKE
+from shardcompile.compat.settings import settle
 
 
 def trace_size_obliviously() -> None:
@@ -63,8 +64,10 @@ def make_decisions_rank_invariant() -> None:
     """
     if _COMPILATION:
         return
-    _COMPILATION.append(contextlib.ExitStack())
-    put_in(OF_RANKS_ALIKE, _COMPILATION[0])
+    stack = contextlib.ExitStack()
+    _COMPILATION.append(stack)
+    settle(stack)
+    put_in(OF_RANKS_ALIKE, stack)
 
     def restore(_: object) -> None:
         _COMPILATION.pop().close()

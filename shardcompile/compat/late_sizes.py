@@ -30,8 +30,10 @@ from torch._functorch._aot_autograd.descriptors import (  # 2.11 - 2.15
     SubclassStrideAOTOutput,
 )
 from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
+from torch._inductor import config as _config  # 2.11 - 2.15
 from torch.fx import GraphModule
 
+from shardcompile.compat.partitioner import Partition, Partitioner, partition
 from shardcompile.compat.patch import replace
 
 if TYPE_CHECKING:
@@ -57,19 +59,26 @@ def retry_traces(aot: Callable[..., _T]) -> Callable[..., _T]:
 
     @functools.wraps(aot)
     def traced(mod: object, args: object, *rest: object, **kwargs: object) -> _T:
-        partition = cast(Callable[..., object], kwargs.get("partition_fn") or default_partition)
+        parted = _partition_of_shards(cast(Partition, kwargs.get("partition_fn") or default_partition))
         for _ in range(MOST_TRACES - 1):
             with contextlib.ExitStack() as meanwhile, contextlib.suppress(_LearntLate):
                 for stage in ("aot_stage2_autograd", "aot_stage2_inference"):
                     replace(meanwhile, graph_compile, stage, _check_parts)  # 2.11 - 2.15
-                return aot(mod, args, *rest, **{**kwargs, "partition_fn": _check(partition)})
-        return aot(mod, args, *rest, **kwargs)
+                return aot(mod, args, *rest, **{**kwargs, "partition_fn": _check(parted)})
+        return aot(mod, args, *rest, **{**kwargs, "partition_fn": parted})
 
     return traced
 
 
+def _partition_of_shards(inner: Partition) -> Partition:
+    """A backend's partitioner as `partitioner.partition` has it. Inductor's calls that by its setting."""
+    function = inner.func if isinstance(inner, functools.partial) else inner
+    if function.__module__.startswith("torch._inductor.") and isinstance(_config.custom_partitioner_fn, Partitioner):
+        return inner
+    return functools.partial(partition, inner)
+
+
 def _check(partition: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(partition)
     def checked(joint: GraphModule, inputs: Sequence[object], **kwargs: object) -> object:
         if _forward_results(joint) not in (None, kwargs.get("num_fwd_outputs")):
             raise _LearntLate

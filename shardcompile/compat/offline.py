@@ -13,7 +13,6 @@ import torch
 from torch._dynamo.backends.common import aot_autograd  # 2.13 - 2.15
 from torch._dynamo.callback import CallbackTrigger  # 2.13 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.13 - 2.15
-from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.13 - 2.15
 from torch._guards import detect_fake_mode  # 2.13 - 2.15
 from torch._inductor import config as _inductor_config  # 2.13 - 2.15
 from torch._inductor.virtualized import V  # 2.13 - 2.15
@@ -23,6 +22,7 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
 
 from shardcompile.compat.known_values import KnowingFakeMode
+from shardcompile.compat.partitioner import Partitioner
 from shardcompile.compat.tracing import is_fake_outside_traces
 
 
@@ -136,7 +136,7 @@ def capturing_backend(
         nonlocal seen
         seen = True
         joint_pass(joint.graph)
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        forward, backward = Partitioner()(joint, inputs, **kwargs)
         partitioned(forward, backward)
         return forward, backward
 

@@ -18,7 +18,6 @@ from shardcompile.compat.artifacts import OF_ARTIFACTS
 from shardcompile.compat.compiled_once import COMPILED_ONCE
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
-from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
 from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME, SIZES_OVER_TWO_DIMS
 from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
@@ -32,24 +31,20 @@ from shardcompile.compat.kernel_questions import (
 from shardcompile.compat.patch import Patch, in_place
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
-    backward_at_once,
     batched_products_by_hint,
     channels_last_by_hint,
     channels_last_of_known_sizes,
     clamped_ends,
-    collectives_stay,
     decide_by_hint_where_guards_are_suppressed,
     failed_checks,
     fill_order_by_hint,
     memory_format_by_hint,
-    no_donated_buffers,
     places_of_parts,
     shards_of_modules_vary,
     symbols_by_both_names,
     traces_agree,
     views_by_stride,
 )
-from shardcompile.compat.saved_inputs import saved_before_written, saved_by_common_hints, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_after_written, saved_as_traced
 from shardcompile.compat.scheduling import (
     BROADCAST_BY_GUARDS,
@@ -65,25 +60,6 @@ from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STR
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
-    Patch(
-        "no_donated_buffers",
-        "torch._functorch.config.donated_buffer",
-        "Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both results: one tensor "
-        "under two names. If Inductor may write to saved tensors, it overwrites one that it still has to read.",
-        "Wrong gradients: wait_tensor is replayed in the forward graph, both results are saved, and one of them is "
-        "donated while the other, which shares its memory, is still read.",
-        "2.15",
-        no_donated_buffers,
-    ),
-    Patch(
-        "backward_at_once",
-        "torch._functorch.config.force_non_lazy_backward_lowering",
-        "A backward graph that needs no sizes of the forward pass is compiled at its first call. The patches of this "
-        "module are no longer in place then.",
-        "A backward graph that is compiled late has the settings of that moment, not those of its forward graph.",
-        "2.11 - 2.15",
-        backward_at_once,
-    ),
     Patch(
         "reads_after_writes",
         "torch._inductor.scheduler.SchedulerNode._compute_attrs",
@@ -122,46 +98,6 @@ OF_RANKS_ALIKE = (
         joins_of_copies,
     ),
     Patch(
-        "collectives_stay",
-        "torch._functorch.partitioners.force_save_collectives, _extract_fwd_bwd_modules",
-        "The partitioner may move a collective of the backward pass that depends on no gradient to the forward graph. "
-        "It decides by the sizes of saved tensors, so ranks that know their shards as numbers decide differently. "
-        "Also, if the payload depends on no input, it repeats a collective of the forward pass in the backward graph, "
-        "where nothing reads it. That happens on ranks that hold the zeros of a partial sum.",
-        "https://github.com/pytorch/pytorch/issues/146693 (what is moved from backward to forward); collectives are "
-        "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
-        "2.11 - 2.15",
-        collectives_stay,
-    ),
-    Patch(
-        "saved_before_written",
-        "torch._functorch.partitioners._extract_fwd_bwd_modules",
-        "The backward pass recomputes from an input what the forward pass computed before it wrote to that input. It "
-        "reads the new values: silently wrong gradients.",
-        "https://github.com/pytorch/pytorch/pull/197039",
-        "2.11 - 2.15",
-        saved_before_written,
-    ),
-    Patch(
-        "saved_by_common_hints",
-        "torch._functorch.partitioners.optimization_hint (2.11: size_hint)",
-        "The partitioner saves what is small on this rank. Plain inputs may have more rows on one rank than on "
-        "another, so ranks save other tensors. Their backward graphs then have other ops, and maybe another order.",
-        "_size_of reads the hints of symbols. hint_override of mark_dynamic would do, but the user has to state it.",
-        "2.11 - 2.15",
-        saved_by_common_hints,
-    ),
-    Patch(
-        "sizes_of_saved_products",
-        "torch._functorch.partitioners.find_symbol_binding_fx_nodes",
-        'A saved tensor of 3 * s rows does not define s, and Inductor gives up: "For 3*s, expected [s] to have been '
-        'codegen-ed". Flattened rows of indices are such tensors.',
-        "The partitioner saves the symbols in the sizes of saved tensors only if they are inputs of the graph. With a "
-        "tensor subclass, the size of an inner tensor is a symbol that is no input; that tensor could define it.",
-        "2.11 - 2.15",
-        sizes_of_saved_products,
-    ),
-    Patch(
         "saved_after_written",
         "torch._functorch._aot_autograd.graph_compile._aot_stage2b_bw_compile",
         "The backward graph is compiled for the strides that Inductor gave to the saved tensors. If the program writes "
@@ -172,8 +108,6 @@ OF_RANKS_ALIKE = (
         "2.11 - 2.15",
         saved_after_written,
     ),
-    PARTS_STAY_APART,
-    ONE_WAIT_EACH,
     SIZES_OVER_TWO_DIMS,
     MIXED_REDUCTIONS_BY_HINT,
     NO_PADDING_BY_TIME,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
@@ -14,11 +13,9 @@ import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch import _prims_common
 from torch._dynamo.backends import common  # 2.11 - 2.15
-from torch._functorch import config as _functorch_config  # 2.11 - 2.15
-from torch._functorch import partitioners  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
     Max,  # 2.11 - 2.15
@@ -59,14 +56,6 @@ def views_by_stride(stack: contextlib.ExitStack) -> None:
     replace(stack, fake_impls, "_compute_stride", _without_comparing)  # 2.11 - 2.15
 
 
-def no_donated_buffers(stack: contextlib.ExitStack) -> None:
-    replace(stack, _functorch_config, "donated_buffer", lambda donated: False)  # 2.11 - 2.15
-
-
-def backward_at_once(stack: contextlib.ExitStack) -> None:
-    replace(stack, _functorch_config, "force_non_lazy_backward_lowering", lambda forced: True)  # 2.11 - 2.15
-
-
 def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, torch._C, "_conv_determine_backend_memory_format", answer_by_hint)  # 2.11 - 2.15
 
@@ -80,11 +69,6 @@ def channels_last_of_known_sizes(stack: contextlib.ExitStack) -> None:
     from torch._inductor.graph import GraphLowering
 
     replace(stack, GraphLowering, "find_nodes_prefer_channels_last", _of_known_strides)  # 2.11 - 2.15
-
-
-def collectives_stay(stack: contextlib.ExitStack) -> None:
-    replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
-    replace(stack, partitioners, "_extract_fwd_bwd_modules", _once)  # 2.11 - 2.15
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
@@ -174,53 +158,6 @@ def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[.
         return is_static(tensor, is_tensor, *args, **kwargs)
 
     return static
-
-
-def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
-    """Keep all collectives of the backward pass in the backward graph, even those that depend on no gradient.
-
-    The partitioner would decide by the sizes of saved tensors whether to move such a collective to the forward graph.
-    Ranks that know their shards as numbers would decide differently, and wait for one another. The partitioner would
-    also leave a copy in the backward graph that nothing reads, since a wait does not count as dead code.
-    """
-
-    def save(joint: GraphModule) -> None:
-        save_collectives(joint)
-        for node in _waits(joint):
-            parts = (node, *node.all_input_nodes)
-            # Torch 2.14 repeats in the backward pass the wait for a collective of the forward pass.
-            if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
-                for part in parts:
-                    part.meta["partitioner_tag"] = "must_be_in_backward"
-
-    return save
-
-
-def _once(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
-    """Remove collectives of the forward pass from the backward graph if it does not read their results.
-
-    The partitioner keeps each wait that the backward graph can compute. It can compute a wait if the payload depends on
-    no input. Such a payload is the zeros that most ranks hold of a partial sum, while one rank holds the values.
-    """
-
-    @functools.wraps(extract)
-    def extract_modules(joint: GraphModule, *args: object, **kwargs: object) -> tuple[GraphModule, GraphModule]:
-        forward, backward = extract(joint, *args, **kwargs)
-        sent = {node.name for node in _waits(forward)}
-        repeated = [node for node in _waits(backward) if node.name in sent and not node.users]
-        for node in repeated:
-            backward.graph.erase_node(node)
-        if repeated:
-            backward.graph.eliminate_dead_code()
-            backward.recompile()
-        return forward, backward
-
-    return extract_modules
-
-
-def _waits(module: GraphModule) -> list[Node]:
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    return [*module.graph.find_nodes(op="call_function", target=wait)]
 
 
 def _and_of_the_view(symbols: Symbols) -> Symbols:

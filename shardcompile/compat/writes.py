@@ -11,9 +11,9 @@ import torch._subclasses.fake_impls as fake_impls
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
+from shardcompile.compat.partitioner import source_of
 from shardcompile.compat.patch import replace
 from shardcompile.compat.replacements import answer_by_hint
-from shardcompile.compat.saved_inputs import source_of
 from shardcompile.compat.torch_ops import is_written
 
 if TYPE_CHECKING:

@@ -20,10 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import sizevars
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -266,34 +263,6 @@ def columns_over_the_rows() -> str:
     return RIGHT
 
 
-def _with_edges_of_its_own(mesh: DeviceMesh, out: bool) -> None:
-    """Each rank looks up rows of all by index of its own: 4 of them on one rank, 9,000 on the other."""
-    source = torch.arange(9_000 if mesh.get_rank() else 4).remainder(300)
-    x = sc.distribute_tensor(torch.ones(300, 8), mesh, [Shard(0)], sharding_shapes={0: [100, 200]}).requires_grad_()
-    results: list[str] = []
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        results.append(str(graph.graph.output_node().args))
-        return make_boxed_func(graph.forward)
-
-    def step(x: Any, index: Tensor) -> Any:
-        return x.full_tensor().sin()[index].square().sum()
-
-    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
-    with leave_out("saved_by_common_hints") if out else contextlib.nullcontext():
-        torch.compile(step, fullgraph=True, dynamic=True, backend=backend)(x, source).backward()
-    of_all: list[Any] = [None, None]
-    torch.distributed.all_gather_object(of_all, results)
-    assert of_all[0] == of_all[1]
-
-
-def edges_of_its_own() -> str:
-    """On processes: ranks that are threads compile once."""
-    with LocalRanks(2) as ranks:
-        ranks(_with_edges_of_its_own, "saved_by_common_hints" in LEFT_OUT, timeout=60)
-    return RIGHT
-
-
 ALONE = """
 import contextlib, torch, torch.distributed as dist, shardcompile as sc
 from shardcompile.compat.patch import LEFT_OUT, leave_out
@@ -515,7 +484,6 @@ SCENES: dict[str, Callable[[], str]] = {
         *(lambda n: random(2, n, 7, 2), 1, [[5, 4], [2, 7]]),
     ),
     "strides_after_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
-    "collectives_stay": WRITTEN_PARTIAL,
     "saved_after_written": WRITTEN_PARTIAL,
     "ones_in_kernels_by_hint": Fuzzed(
         [
@@ -541,11 +509,6 @@ SCENES: dict[str, Callable[[], str]] = {
         ],
         3,
         "inductor",
-    ),
-    "saved_before_written": Fuzzed(
-        ["a1.sin_()", "v0 = a0[2:3, 0:1, None] / (a1.abs() + 0.5)", "v1, v2 = tuple(v0.topk(1, 0))"],
-        [Input("a0", (4, 2), "S(1)", {0: [1, 1]}, grad=True), Input("a1", (2, 4), "S(0)", {0: [2, 0]})],
-        2,
     ),
     "decompositions_ask_no_sizes": Fuzzed(
         [
@@ -596,30 +559,11 @@ SCENES: dict[str, Callable[[], str]] = {
         (2, 2),
         ends=REFUSED,
     ),
-    "sizes_of_saved_products": Fuzzed(
-        ["v0 = a0[:, a1.reshape(-1).remainder(2)]"],
-        [Input("a0", (1, 2), grad=True), Input("a1", (2, 3), "S(0)", {0: [2, 0]}, "int64")],
-        2,
-        "inductor",
-    ),
-    "parts_stay_separate": Fuzzed(
-        ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
-        [Input("a0", (5, 1), "R", grad=True)],
-        2,
-    ),
-    "one_wait_each": Fuzzed(
-        ['v0 = to(a0, "R")', "v1 = a0.index_fill(0, torch.tensor([2, 0, 0, 3], dtype=torch.int64), 0.5)"],
-        [Input("a0", (4,), "S(0)", {0: [3, 1]}, grad=True)],
-        2,
-        "inductor",
-    ),
     "pads_on_all_ranks": columns_over_the_rows,
-    "saved_by_common_hints": edges_of_its_own,
     "strides_by_terms": asked_for_strides,
     "copies_by_hint": Fuzzed(
         ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"
     ),
-    "backward_at_once": WRITTEN_AFTER_A_JOIN,
     "joins_of_copies": WRITTEN_AFTER_A_JOIN,
     "places_of_parts": Fuzzed(  # none of its parts needs it
         [
@@ -679,7 +623,6 @@ WITHOUT_A_PROGRAM = {
     "portable_keys": "values are right without it, and code is compiled: see test_artifacts.py",
     "kept_libraries": "values are right without it, and code is compiled: see test_artifacts.py",
     "no_other_entries": "a later job would need it, on some of its ranks: see pure/test_artifacts.py",
-    "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "grids_of_no_rows": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "sizes_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "copies_of_late_sizes": "it is of kernels of GPUs: see test_gpu_kernels.py",
@@ -696,22 +639,12 @@ WITHOUT_A_PROGRAM = {
 RIGHT_SINCE = {
     "order_by_divisors": (2, 13),  # prefix masks through Inductor (test_flex_attention.py) still need it
     "reads_after_writes": (2, 14),
-    "saved_before_written": (2, 14),
-    "sizes_of_saved_products": (2, 14),
     "copies_by_hint": (2, 15),
-    "collectives_stay": (2, 11),
-    "backward_at_once": (2, 11),
     "channels_last_of_known_sizes": (2, 11),
 }
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
 of them, we trace other ones, or a part of what they do has come to torch. Other programs may still go wrong, so the
 patches stay."""
-
-COVERED_BY = {
-    "joins_of_copies": "parts_stay_separate",
-}
-"""Patches without which their programs go right because of another one, which helps there as well. The program is wrong
-without both, and right with either."""
 
 
 @contextlib.contextmanager
@@ -761,17 +694,9 @@ def test_wrong_without_it(name: str) -> None:
         pytest.skip(f"torch {torch.__version__} is said not to need it")
     if RIGHT_SINCE.get(name, (99,)) <= TORCH:
         pytest.skip(f"the program that is known goes right with torch {torch.__version__}")
-    with compiled_anew(), contextlib.ExitStack() as stack:
-        for gone in (name, *([COVERED_BY[name]] if name in COVERED_BY else [])):
-            stack.enter_context(leave_out(gone))
+    with compiled_anew(), leave_out(name):
         try:
             told = SCENES[name]()
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
     assert told != RIGHT, f"torch {torch.__version__} no longer needs the patch {name}: take it out"
-
-
-@pytest.mark.parametrize("name", often(list(COVERED_BY), 1))
-def test_right_without_what_helps_as_well(name: str) -> None:
-    with compiled_anew(), leave_out(COVERED_BY[name]):
-        assert SCENES[name]() == RIGHT
