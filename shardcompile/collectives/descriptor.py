@@ -179,6 +179,11 @@ def descriptors() -> Iterable[Descriptor[Any]]:
     return tuple(_ALL)
 
 
+def own_collectives() -> list[compat.OpOverloadPacket]:
+    """Returns the packets of shardcompile's own collectives."""
+    return [d.packet for d in _ALL if d.communicates and d.run is not None]
+
+
 def descriptor_of(op: object) -> Descriptor[Any] | None:
     """Returns the descriptor of the op that a node calls, or None."""
     return _BY_ID.get(id(op))
@@ -231,9 +236,7 @@ def _define(descriptor: Descriptor[A]) -> object:
         torch.library.register_autograd(
             f"shardcompile::{name}", _backward(descriptor), setup_context=_context_saver(descriptor), lib=LIBRARY
         )
-    if descriptor.communicates:
-        compat.count_as_collective([op.overloadpacket])
-    else:
+    if not descriptor.communicates:
         compat.note_local(op)
     return op
 

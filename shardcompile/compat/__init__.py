@@ -29,7 +29,6 @@ from shardcompile.compat.dynamo import mark_weakly_dynamic as mark_weakly_dynami
 from shardcompile.compat.groups import abort as abort
 from shardcompile.compat.groups import common_name as common_name
 from shardcompile.compat.groups import coordinate as coordinate
-from shardcompile.compat.groups import count_as_collective as count_as_collective
 from shardcompile.compat.groups import current_mesh as current_mesh
 from shardcompile.compat.groups import describe_mesh as describe_mesh
 from shardcompile.compat.groups import group_name_of as group_name_of
@@ -71,6 +70,7 @@ from shardcompile.compat.sizes import specialise as specialise
 from shardcompile.compat.sizes import statically_known_true as statically_known_true
 from shardcompile.compat.sizes import suggest_hint as suggest_hint
 from shardcompile.compat.sizes import was_specialised as was_specialised
+from shardcompile.compat.strides import return_strides_after_sizes as return_strides_after_sizes
 from shardcompile.compat.symbols import from_first_symbols as from_first_symbols
 from shardcompile.compat.symbols import global_sizes as global_sizes
 from shardcompile.compat.symbols import inputs_noted as inputs_noted
@@ -94,6 +94,7 @@ from shardcompile.compat.tracing import annotate_nodes as annotate_nodes
 from shardcompile.compat.tracing import below_autograd as below_autograd
 from shardcompile.compat.tracing import dispatch_is_off as dispatch_is_off
 from shardcompile.compat.tracing import fake_mode_like as fake_mode_like
+from shardcompile.compat.tracing import has_modes as has_modes
 from shardcompile.compat.tracing import imbalance_of as imbalance_of
 from shardcompile.compat.tracing import in_backward_pass as in_backward_pass
 from shardcompile.compat.tracing import in_mode_of as in_mode_of
@@ -106,6 +107,7 @@ from shardcompile.compat.tracing import note_imbalance as note_imbalance
 from shardcompile.compat.tracing import outside_trace as outside_trace
 from shardcompile.compat.tracing import outside_transforms as outside_transforms
 from shardcompile.compat.tracing import refuse_unknown_shapes as refuse_unknown_shapes
+from shardcompile.compat.tracing import tracer_of as tracer_of
 from shardcompile.compat.tracing import with_dispatch as with_dispatch
 from shardcompile.compat.values import DEAD_EXCHANGE as DEAD_EXCHANGE
 from shardcompile.compat.values import WeakIdKeyDictionary as WeakIdKeyDictionary

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
 
-from shardcompile.compat.patch import Patch, put_in_for_good, replace
+from shardcompile.compat.patch import Patch, put_in_once, replace
 from shardcompile.compat.threads import rank_of_thread
 from shardcompile.compat.worlds import add_guard, forget_with_world
 
@@ -167,33 +167,40 @@ def _is_innermost(mesh: DeviceMesh | None) -> bool:
         return False
 
 
-def count_as_collective(op_packets: Sequence[OpOverloadPacket]) -> None:
-    """Have CommDebugMode count these ops."""
-    for packet in op_packets:
+_SEEN_THROUGH: list[type[torch.Tensor]] = []
+
+
+def let_comm_debug_mode_see_through(cls: type[torch.Tensor], collectives: Sequence[OpOverloadPacket]) -> None:
+    """Have CommDebugMode count the collectives inside an op on this class, as it does for DTensor.
+
+    Args:
+        cls: the class.
+        collectives: ops that it counts as collectives.
+    """
+    _SEEN_THROUGH[:] = [cls]
+    for packet in collectives:
         _comm_mode.NATIVE_TO_PY_MAPPING[packet] = packet
+    put_in_once(COLLECTIVES_IN_COMM_DEBUG_MODE)
 
 
-def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
-    """Have CommDebugMode count the collectives inside an op on this class, as it does for DTensor."""
+def _stepping_back(handler: Callable[..., object]) -> Callable[..., object]:
+    def step_back(
+        self: object, func: object, types: Sequence[type], args: object = (), kwargs: object = None
+    ) -> object:
+        if any(issubclass(t, _SEEN_THROUGH[0]) for t in types):
+            return NotImplemented
+        return handler(self, func, types, args, kwargs)
 
-    def stepping_back(handler: Callable[..., object]) -> Callable[..., object]:
-        def step_back(
-            self: object, func: object, types: Sequence[type], args: object = (), kwargs: object = None
-        ) -> object:
-            if any(issubclass(t, cls) for t in types):
-                return NotImplemented
-            return handler(self, func, types, args, kwargs)
+    return torch.compiler.disable(step_back)
 
-        return torch.compiler.disable(step_back)
 
-    put_in_for_good(
-        Patch(
-            "collectives_in_comm_debug_mode",
-            "torch.distributed.tensor.debug.CommDebugMode.__torch_dispatch__",
-            "A mode runs before a subclass, so it sees the op alone and counts none of the collectives inside.",
-            "https://github.com/pytorch/pytorch/pull/118769: "
-            "CommDebugMode steps back for DTensor by name, and offers no way to do so for another class.",
-            "2.11 - 2.15",
-            lambda stack: replace(stack, _comm_mode.CommDebugMode, "__torch_dispatch__", stepping_back),
-        )
-    )
+COLLECTIVES_IN_COMM_DEBUG_MODE = Patch(
+    "collectives_in_comm_debug_mode",
+    "torch.distributed.tensor.debug.CommDebugMode.__torch_dispatch__",
+    "A mode runs before a subclass, so it sees the op alone and counts none of the collectives inside.",
+    "https://github.com/pytorch/pytorch/pull/118769: "
+    "CommDebugMode steps back for DTensor by name, and offers no way to do so for another class.",
+    "2.11 - 2.15",
+    lambda stack: replace(stack, _comm_mode.CommDebugMode, "__torch_dispatch__", _stepping_back),
+)
+"""Put in with the first sharded tensor."""

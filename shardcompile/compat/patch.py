@@ -1,7 +1,7 @@
 """Patches of torch as objects: each has a name, a reason, and the versions that need it.
 
 A new one is stated in the module that it belongs to, and listed in `patches` if it holds during a compilation; one that
-stays until the process ends is put in by `put_in_for_good`. `leave_out` switches one off by its name, for tests.
+stays until the process ends is put in by `put_in_once`. `leave_out` switches one off by its name, for tests.
 """
 
 from __future__ import annotations
@@ -48,22 +48,16 @@ def put_in(patches: Sequence[Patch], where: object) -> None:
             patch.put_in(where)
 
 
-def put_in_for_good(*patches: Patch) -> None:
-    """Put in patches that stay until the process ends."""
-    for patch in patches:
-        stack = contextlib.ExitStack()
-        patch.put_in(stack)
-        _IN_PLACE[patch.name] = patch, stack
-
-
 def put_in_once(patch: Patch) -> None:
-    """Put in a patch that stays until the process ends, unless it is in place or left out."""
-    if patch.name not in LEFT_OUT and patch.name not in _IN_PLACE:
-        put_in_for_good(patch)
+    """Put in a patch that stays until the process ends, unless it is in place. One that is left out comes later."""
+    if patch.name not in _IN_PLACE:
+        _IN_PLACE[patch.name] = patch, contextlib.ExitStack()
+        if patch.name not in LEFT_OUT:
+            patch.put_in(_IN_PLACE[patch.name][1])
 
 
 def in_place() -> tuple[Patch, ...]:
-    """The patches that `put_in_for_good` has put in."""
+    """The patches that `put_in_once` has put in."""
     return tuple(patch for patch, _ in _IN_PLACE.values())
 
 
@@ -71,15 +65,15 @@ def in_place() -> tuple[Patch, ...]:
 def leave_out(name: str) -> Iterator[None]:
     """Inside the context, a patch is not in place, even one that was put in for good. Tests ask so if it is needed."""
     LEFT_OUT.add(name)
-    patch, stack = _IN_PLACE.get(name, (None, None))
-    if stack is not None:
-        stack.close()
+    if name in _IN_PLACE:
+        _IN_PLACE[name][1].close()
     try:
         yield
     finally:
         LEFT_OUT.discard(name)
-        if patch is not None:
-            put_in_for_good(patch)
+        if name in _IN_PLACE:
+            patch, stack = _IN_PLACE[name]
+            patch.put_in(stack)
 
 
 def replace(stack: contextlib.ExitStack, owner: object, name: str, by: Callable[[Any], object]) -> None:

@@ -5,8 +5,8 @@ another size. The answer would become a guard that holds on some ranks only, and
 alone. Torch has a switch for that, `backed_size_oblivious`, but not all of its code obeys the switch. Most of these
 patches change the code that does not.
 
-`compiling` puts these patches in and takes them out. Patches that stay until the process ends are stated in `wrappers`,
-`state_dicts`, `worlds`, `groups` and `strides`.
+`compiling` puts these patches in and takes them out. The others stay until the process ends: some come with the first
+sharded tensor (`wrappers`, `state_dicts`, `groups`), some with the first trace of a collective (`inductor`).
 
 For each patch `tests/ranks/test_patches.py` has a program that goes wrong without it. When such a program goes right,
 the test fails, and the patch can go.
@@ -19,6 +19,7 @@ from shardcompile.compat.compiled_once import COMPILED_ONCE
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME, SIZES_OVER_TWO_DIMS
+from shardcompile.compat.groups import COLLECTIVES_IN_COMM_DEBUG_MODE
 from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
@@ -28,7 +29,7 @@ from shardcompile.compat.kernel_questions import (
     sizes_stay_symbols,
     storage_of_no_rows,
 )
-from shardcompile.compat.patch import Patch, in_place
+from shardcompile.compat.patch import Patch
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     batched_products_by_hint,
@@ -56,7 +57,9 @@ from shardcompile.compat.scheduling import (
 )
 from shardcompile.compat.shard_symbols import name_symbols_of_shards
 from shardcompile.compat.slice_sizes import PARTS_TO_THE_END, SLICES_BY_FORMULA
-from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
+from shardcompile.compat.state_dicts import OF_STATE_DICTS
+from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES, STRIDES_AFTER_SIZES
+from shardcompile.compat.wrappers import OF_WRAPPERS
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -407,6 +410,6 @@ OF_A_TRACE = (
 
 
 def all_patches() -> tuple[Patch, ...]:
-    """The patches of a compilation, and those that stay until the process ends."""
-    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES, *OF_ARTIFACTS)
-    return tuple(dict.fromkeys((*stated, *in_place())))
+    """The patches of a compilation, of collectives and artifacts, and those that come with the first sharded tensor."""
+    of_tensors = (*OF_WRAPPERS, *OF_STATE_DICTS, COLLECTIVES_IN_COMM_DEBUG_MODE, STRIDES_AFTER_SIZES)
+    return (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES, *OF_ARTIFACTS, *of_tensors)

@@ -1,4 +1,4 @@
-"""Private names of torch that gather, copy and shard state dicts. Seen in torch 2.11 to 2.15.
+"""Private names of torch that gather, copy and load state dicts. Seen in torch 2.11 to 2.15.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` ask ``isinstance(x, DTensor)`` to tell sharded tensors
 from plain ones. They would treat ours as plain.
@@ -6,19 +6,31 @@ from plain ones. They would treat ours as plain.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as _utils  # 2.11 - 2.15
+from torch.distributed.checkpoint import state_dict as _state_dict
+from torch.optim import Optimizer
 
-from shardcompile.compat.patch import Patch, put_in_for_good
+from shardcompile.compat.patch import Patch, put_in_once, replace
 
-_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+Function = Callable[..., Any]
 _Sharded = TypeVar("_Sharded", bound=Tensor)
+
+
+@dataclass
+class _Class:
+    """The class of sharded tensors, and what gives full values the layout of another sharded tensor."""
+
+    sharded: type[Tensor]
+    shard_like: Callable[[Tensor, Any], Tensor]
+
+
+_CLASS: list[_Class] = []
 
 
 def teach_state_dicts(sharded: type[_Sharded], shard_like: Callable[[Tensor, _Sharded], _Sharded]) -> None:
@@ -28,90 +40,99 @@ def teach_state_dicts(sharded: type[_Sharded], shard_like: Callable[[Tensor, _Sh
         sharded: the class. It has DTensor's `to`, `redistribute`, `to_local`, `device_mesh` and `placements`.
         shard_like: takes a full plain tensor and a sharded one. It returns the full values in the layout of the sharded
             one.
-
-    The function is long because each patch states its reason.
     """
-    iterate, distribute, broadcast = (
-        _utils._iterate_state_dict,
-        _utils._distribute_state_dict,
-        _utils._broadcast_tensors,
-    )
+    _CLASS[:] = [_Class(sharded, shard_like)]
+    for patch in OF_STATE_DICTS:
+        put_in_once(patch)
 
-    def sharded_in_rows(of_plain: Callable[..., object], of_dtensor: Callable[..., Tensor]) -> Callable[..., object]:
-        @functools.wraps(of_plain)
-        def act(value: object, *args: object) -> object:
-            if not isinstance(value, sharded):
-                return of_plain(value, *args)
-            found = of_dtensor(value, *args)
-            # torch broadcasts the memory without regard to strides, into contiguous tensors of the other ranks.
-            return found if isinstance(found, sharded) else found.contiguous()
 
-        act.__shardcompile__ = True  # type: ignore[attr-defined]
-        return act
+def _iterating(iterate: Function) -> Function:
+    """Have sharded values gathered as DTensors are."""
 
     @functools.wraps(iterate)
-    def iterate_state_dict(
+    def over(
         item: object,
-        of_sharded_tensor: Callable[..., object],
-        of_dtensor: Callable[..., Tensor],
-        of_plain: Callable[..., object],
-        *args: Any,
-        **kwargs: Any,
+        of_sharded_tensor: Function,
+        of_dtensor: Function,
+        of_plain: Function,
+        *args: object,
+        **kwargs: object,
     ) -> object:
         if not hasattr(of_plain, "__shardcompile__"):  # it calls itself
-            of_plain = sharded_in_rows(of_plain, of_dtensor)
+            of_plain = _gathering(of_plain, of_dtensor)
         return iterate(item, of_sharded_tensor, of_dtensor, of_plain, *args, **kwargs)
 
-    def sharding_of(put_full_values: Callable[..., None]) -> Callable[..., None]:
-        """Sharded the full values that torch's function puts into this rank's state dict."""
-
-        @functools.wraps(put_full_values)
-        def put(full: object, local: dict[str, object], *args: object, **kwargs: object) -> None:
-            before = {key: value for key, value in local.items() if isinstance(value, sharded)}
-            put_full_values(full, local, *args, **kwargs)
-            for key, like in before.items():
-                now = local.get(key)
-                if isinstance(now, Tensor) and not isinstance(now, sharded) and now.ndim > 0:
-                    local[key] = shard_like(now, like)
-
-        return put
-
-    put_in_for_good(
-        Patch(
-            "values_of_state_dicts",
-            "torch.distributed._state_dict_utils._iterate_state_dict",
-            "get_state_dict with full_state_dict or cpu_offload returns a shard as if it were a plain tensor.",
-            "https://github.com/pytorch/pytorch/pull/112837 made it so: "
-            "_iterate_state_dict recognises sharded tensors by isinstance of DTensor and ShardedTensor; it should ask "
-            "for a protocol (full_tensor, to), as checkpoints do (__create_write_items__).",
-            "2.11 - 2.15",
-            _in_place_of(_iterate_state_dict=iterate_state_dict),
-        ),
-        Patch(
-            "full_values_for_state_dicts",
-            "torch.distributed._state_dict_utils._distribute_state_dict, _broadcast_tensors",
-            "set_state_dict with full values puts the whole plain tensor where a shard was.",
-            "_distribute_state_dict and _broadcast_tensors sharded full values for DTensor alone.",
-            "2.11 - 2.15",
-            _in_place_of(_distribute_state_dict=sharding_of(distribute), _broadcast_tensors=sharding_of(broadcast)),
-        ),
-    )
+    return over
 
 
-def _in_place_of(**functions: Callable[..., object]) -> Callable[[contextlib.ExitStack], None]:
-    """A `put_in` that replaces torch's functions of these names."""
+def _gathering(of_plain: Function, of_dtensor: Function) -> Function:
+    @functools.wraps(of_plain)
+    def act(value: object, *args: object) -> object:
+        if not isinstance(value, _CLASS[0].sharded):
+            return of_plain(value, *args)
+        found = of_dtensor(value, *args)
+        # torch broadcasts the memory without regard to strides, into contiguous tensors of the other ranks.
+        return found if isinstance(found, _CLASS[0].sharded) else found.contiguous()
 
-    def put_in(stack: contextlib.ExitStack) -> None:
-        for name, function in functions.items():
-            found = getattr(_utils, name)
-            _exchange(name, found, function)
-            stack.callback(_exchange, name, function, found)
-
-    return put_in
+    act.__shardcompile__ = True  # type: ignore[attr-defined]
+    return act
 
 
-def _exchange(name: str, old: object, new: object) -> None:
-    """Replace a function in the module that defines it and in the module that imports it, if that is loaded."""
-    for module in (_utils, sys.modules.get(_STATE_DICT)):
-        if getattr(module, name, None) is old:
-            setattr(module, name, new)
+def _loading(function_of: Function) -> Function:
+    """Have full values sharded that are loaded where a shard was."""
+
+    @functools.wraps(function_of)
+    def function(of: nn.Module | Optimizer, api: str) -> Function:
+        call: Function = function_of(of, api)
+        if api != "load_state_dict":
+            return call
+
+        @functools.wraps(call)
+        def load(state_dict: dict[str, object], **options: object) -> object:
+            if isinstance(of, nn.Module):
+                return call({**state_dict, **_of_full_values(of.state_dict(), state_dict)}, **options)
+            before = {parameter: dict(state) for parameter, state in of.state.items()}
+            call(state_dict, **options)
+            for parameter, state in before.items():
+                of.state[parameter].update(_of_full_values(state, of.state[parameter]))
+            return None
+
+        return load
+
+    return function
+
+
+def _of_full_values(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, Tensor]:
+    """The entries of a state that were sharded and are full plain tensors now, sharded."""
+    sharded, shard_like = _CLASS[0].sharded, _CLASS[0].shard_like
+    return {
+        name: shard_like(value, like)
+        for name, like in before.items()
+        if isinstance(like, sharded)
+        and isinstance(value := now.get(name), Tensor)
+        and not isinstance(value, sharded)
+        and value.ndim > 0
+    }
+
+
+OF_STATE_DICTS = (
+    Patch(
+        "values_of_state_dicts",
+        "torch.distributed._state_dict_utils._iterate_state_dict",
+        "get_state_dict with full_state_dict or cpu_offload returns shards where full values are asked for.",
+        "https://github.com/pytorch/pytorch/pull/112837 made it so: "
+        "_iterate_state_dict recognises sharded tensors by isinstance of DTensor and ShardedTensor; it should ask "
+        "for a protocol (full_tensor, to), as checkpoints do (__create_write_items__).",
+        "2.11 - 2.15",
+        lambda stack: replace(stack, _utils, "_iterate_state_dict", _iterating),
+    ),
+    Patch(
+        "full_values_for_state_dicts",
+        "torch.distributed.checkpoint.state_dict._state_dict_fn",
+        "set_state_dict with full values puts the whole plain tensor where a shard was.",
+        "_distribute_state_dict and _broadcast_tensors shard full values for DTensor alone.",
+        "2.11 - 2.15",
+        lambda stack: replace(stack, _state_dict, "_state_dict_fn", _loading),
+    ),
+)
+"""Put in with the first sharded tensor."""

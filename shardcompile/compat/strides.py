@@ -13,7 +13,7 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta  # 2.11 
 from torch._inductor.virtualized import V  # 2.11 - 2.15
 from torch.utils._sympy.value_ranges import ValueRangeError  # 2.11 - 2.15
 
-from shardcompile.compat.patch import Patch, put_in_for_good, replace
+from shardcompile.compat.patch import Patch, put_in_once, replace
 from shardcompile.compat.sizes import IntLike
 from shardcompile.compat.tracing import UNKNOWN_SIZE
 
@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 
 def strides_after_sizes(stack: contextlib.ExitStack) -> None:
-    if torch.__version__ < "2.12":  # the replacement runs in each call of a compiled function
-        replace(stack, SubclassCreationMeta, "compute_outer_size_and_stride", lambda _: _sizes_and_then_strides)  # 2.11
+    replace(stack, SubclassCreationMeta, "compute_outer_size_and_stride", lambda _: _sizes_and_then_strides)  # 2.11
+
+
+def return_strides_after_sizes() -> None:
+    """Puts in what runs in each call of a compiled function."""
+    if torch.__version__ < "2.12":
+        put_in_once(STRIDES_AFTER_SIZES)
 
 
 def order_by_divisors(stack: contextlib.ExitStack) -> None:
@@ -82,17 +87,16 @@ def _or_by_known_order(in_order_of: Callable[..., object]) -> staticmethod[..., 
     return staticmethod(strides)
 
 
-put_in_for_good(
-    Patch(
-        "strides_after_sizes",
-        "torch._functorch._aot_autograd.schemas.SubclassCreationMeta.compute_outer_size_and_stride",
-        "A graph returns the symbols in the size of a sharded result, then those in its strides. Torch reads the "
-        "strides from the place of the size, so the result reports other strides than its shards have.",
-        "https://github.com/pytorch/pytorch/pull/176740",
-        "2.11",
-        strides_after_sizes,
-    )
+STRIDES_AFTER_SIZES = Patch(
+    "strides_after_sizes",
+    "torch._functorch._aot_autograd.schemas.SubclassCreationMeta.compute_outer_size_and_stride",
+    "A graph returns the symbols in the size of a sharded result, then those in its strides. Torch reads the "
+    "strides from the place of the size, so the result reports other strides than its shards have.",
+    "https://github.com/pytorch/pytorch/pull/176740",
+    "2.11",
+    strides_after_sizes,
 )
+
 
 ORDER_BY_DIVISORS = Patch(
     "order_by_divisors",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._dynamo import compiled_autograd  # 2.11 - 2.15
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
 from torch._guards import (
     CompileContext,  # 2.11 - 2.15
@@ -33,6 +34,9 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,  # 2.11 - 2.15
     ShapeEnv,  # 2.11 - 2.15
 )
+
+has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # 2.11 - 2.15
+"""The number of modes that see ops before tensor subclasses do."""
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """The errors of an op on fake tensors whose result depends on values."""
@@ -71,6 +75,21 @@ def annotate_nodes(**notes: str) -> Iterator[None]:
 def is_traced() -> bool:
     """Whether a tracer records this code as a graph."""
     return get_proxy_mode() is not None
+
+
+def tracer_of(x: torch.Tensor) -> str | None:
+    """The tracer that records a wrapper subclass as one value of its graph; None if none does.
+
+    AOTAutograd records its inner tensors.
+    """
+    if torch._C._is_tracing():
+        return "torch.jit.trace"
+    mode = get_proxy_mode()
+    if mode is None or x not in mode.tracer.tensor_tracker:  # 2.11 - 2.15
+        return None
+    if compiled_autograd.compiled_autograd_enabled:  # 2.11 - 2.15
+        return "compiled autograd"
+    return "make_fx, which torch.export and torch.func.linearize use as well,"
 
 
 def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:

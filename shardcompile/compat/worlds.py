@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,8 +16,6 @@ from torch._dynamo.utils import orig_code_map  # 2.11 - 2.15
 from torch._guards import CompileContext, Guard, GuardBuilderBase, TracingContext  # 2.11 - 2.15
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 2.11 - 2.15
-
-from shardcompile.compat.patch import Patch, put_in_for_good, replace
 
 if TYPE_CHECKING:
     from torch._dynamo.guards import GuardBuilder  # 2.11 - 2.15
@@ -60,24 +56,6 @@ def start_epoch() -> None:
     _world_epoch += 1
     for clear in _BY_MESH:
         clear()
-
-
-def _forget_at_the_end(stack: contextlib.ExitStack) -> None:
-    """Clear the caches of a world as soon as its default process group is destroyed."""
-
-    def forgetting(destroy: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(destroy)
-        def destroy_and_forget(*args: object, **kwargs: object) -> None:
-            before = _present_world()
-            destroy(*args, **kwargs)
-            if before is not None and _present_world() is not before:
-                start_epoch()
-
-        return destroy_and_forget
-
-    forgets = forgetting(torch.distributed.destroy_process_group)
-    for module in (torch.distributed, torch.distributed.distributed_c10d):
-        replace(stack, module, "destroy_process_group", lambda _: forgets)
 
 
 def _present_world() -> object:
@@ -193,15 +171,3 @@ def _codes_that_run() -> set[int]:
 
 
 forget_with_world(_forget_compiled)
-if torch.distributed.is_available():
-    put_in_for_good(
-        Patch(
-            "ends_of_worlds",
-            "torch.distributed.destroy_process_group",
-            "A program whose sharded tensors live inside graphs alone asks for the world only during compilation. That "
-            "is too late to remove the compiled code of the world before.",
-            "torch.distributed has no hook for the end of the default process group.",
-            "2.11 - 2.15",
-            _forget_at_the_end,
-        )
-    )

@@ -1,4 +1,4 @@
-"""Refuses collectives of torch, DTensor, DDP and FSDP on sharded tensors where they would give wrong results.
+"""Refuses collectives of torch, DTensor, DDP and FSDP, and tracers, that would misinterpret sharded tensors.
 
 Such a collective treats the local shard of each rank as a replica. That is correct along mesh dims whose ranks hold the
 same shard. Across ranks that hold different shards it would mix up elements of different positions, so it is refused.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Replicate
@@ -66,3 +67,35 @@ def collective_refusal(name: str, layout: Layout) -> UnsupportedOpError:
 
 def _ranks_of_group(name: str) -> list[int]:
     return dist.get_process_group_ranks(compat.process_group(name))
+
+
+def refuse_other_tracers(cls: type[Sharded], args: Sequence[object]) -> None:
+    """Refuses ops under a tracer that records sharded tensors as wholes, as AOTAutograd does not.
+
+    Args:
+        cls: the class of sharded tensors.
+        args: the arguments of a function, before modes see it.
+    """
+    for x in tensors_of(args):
+        tracer = compat.tracer_of(x) if type(x) is cls else None
+        if tracer is not None:
+            _refuse_tracer(tracer, x._spec.layout)  # type: ignore[attr-defined]
+
+
+def _refuse_tracer(tracer: str, layout: Layout) -> NoReturn:
+    """Refuses a tracer other than AOTAutograd: it does not trace the inner tensors and their symbolic sizes."""
+    if tracer == "compiled autograd":
+        raise refusal(
+            tracer,
+            layout.describe(),
+            "it would compile the backward pass for the size of this rank's local shard",
+            "Set torch._dynamo.config.compiled_autograd to False: the backward pass of what torch.compile compiles "
+            "is compiled with it",
+        )
+    raise refusal(
+        tracer,
+        layout.describe(),
+        "it would take shards for constants of the graph",
+        "torch.compile captures sharded tensors in one graph; a graph that torch.export has made of plain tensors runs "
+        "on sharded ones",
+    )

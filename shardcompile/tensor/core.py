@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
+from shardcompile.collectives.descriptor import own_collectives
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
+from shardcompile.dispatch.foreign import refuse_other_tracers
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
 from shardcompile.ops.view.segmented import layout_with_contiguous_shards
@@ -41,7 +43,7 @@ from shardcompile.tensor.autograd import (
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.memory import data_ptr, explain_read, untyped_storage
 from shardcompile.tensor.sparse_operands import any_sparse, with_sparse_operands
-from shardcompile.tensor.traced import Traced
+from shardcompile.tensor.traced import WITH_THE_FIRST, Traced
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -77,6 +79,8 @@ class ShardTensor(Traced):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
+        if torch._C._is_tracing() or compat.has_modes():
+            refuse_other_tracers(cls, args)
         if _FUNCTION_HANDLERS or _NAMED_HANDLERS:
             handler = Handlers.of_function(func)
             if handler is not None:
@@ -96,6 +100,7 @@ class ShardTensor(Traced):
                         return func(*args)
                 except RuntimeError as error:
                     explain_read(error, func, args, {})
+                    refuse_other_tracers(cls, args)
                     raise
         kwargs = kwargs or {}
         if args and type(args[0]) is not cls and func in IN_PLACE and wants_gradient(args, kwargs):
@@ -108,6 +113,7 @@ class ShardTensor(Traced):
                 return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
         except RuntimeError as error:
             explain_read(error, func, args, kwargs)
+            refuse_other_tracers(cls, args)
             raise
 
     @classmethod
@@ -418,9 +424,12 @@ def rebuild(local: Tensor, parts: construct.PlainParts, requires_grad: bool, is_
 torch.serialization.add_safe_globals([rebuild])
 
 
-checkpoint.teach(ShardTensor)
-guard_wrappers(ShardTensor)
-compat.let_comm_debug_mode_see_through(ShardTensor)
+WITH_THE_FIRST += [
+    compat.return_strides_after_sizes,
+    lambda: checkpoint.teach(ShardTensor),
+    lambda: guard_wrappers(ShardTensor),
+    lambda: compat.let_comm_debug_mode_see_through(ShardTensor, own_collectives()),
+]
 for _called_by_torch in (Traced, ShardTensor, FromLocal, Promote, Redistribute, ToLocal):
     compat.keep_protocol_from_dynamo(_called_by_torch)
 compat.keep_from_dynamo(laid_out)

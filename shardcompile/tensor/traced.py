@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -39,6 +39,10 @@ from shardcompile.tensor.metadata import (
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _refuse_pointer = compat.refuse_pointer
 _T = TypeVar("_T", bound="Traced")
+
+WITH_THE_FIRST: list[Callable[[], None]] = []
+"""What is called before the process makes its first sharded tensor: changes to torch that an import must not make."""
+
 _UNMARKED = AttributeError("no dim of this tensor is dynamic")
 
 
@@ -83,6 +87,8 @@ class Traced(Sharded):
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> Self:
+        while WITH_THE_FIRST:
+            WITH_THE_FIRST.pop()()
         self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
         self._local_tensor = local
         self._spec = spec

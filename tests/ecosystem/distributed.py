@@ -343,17 +343,16 @@ OTHER_SHARDS = (
     "with sharding_shapes gives that), x.full_tensor() for Replicate(), or parallelize over another mesh dim than the "
     "one that shards x"
 )
-WHOLE = "it takes the full tensor. Pass x.full_tensor(), or convert by x.to_dtensor()"
 TWO_MESHES = "bring them to one mesh first (full_tensor() and distribute_tensor())"
 OTHER_ORDER = (
     "its shards are in another order than that of the mesh dims, as for parameters that FSDP2 shards after tensor "
     "parallelism. First x.redistribute(placements=[Replicate(), Shard(dim=0)])"
 )
 IN_SHARDS = (
-    "it would shard, bucket or average this rank's local shard as if that were the full parameter. Sharded parameters get "
-    "complete gradients without a wrapper; exclude them from it (ignored_params of fully_shard, ignored_states of FSDP, "
-    "modules outside of the one that DDP wraps), or leave them plain and let the wrapper shard them"
+    "it would shard this rank's local shard as if that were the full parameter. Sharded parameters get complete gradients "
+    "without a wrapper; exclude them by ignored_params, or leave them plain and let fully_shard shard them"
 )
+FLATTENED = "Attempted to call resize_() on an invalid python storage."
 SENT = (
     "it would send each rank's local shard as if that were the whole tensor. x.full_tensor() is all of it, on every rank; "
     "x.redistribute(placements=...) gives another layout; to send this rank's local shard as such, take x.to_local()"
@@ -365,7 +364,7 @@ CASES = [
         for p, q in [("Replicate()", Replicate()), ("Shard(0)", Shard(0)), ("Partial()", Partial())]
     ],
     Case(DT, "`DTensor.from_local` over another mesh dim", _wrapped_over_another, ranks=4),
-    Case(DT, "`torch.distributed.tensor.distribute_tensor(sharded, mesh, ...)`", _distributed_as_dtensor, WHOLE, WHOLE),
+    Case(DT, "`torch.distributed.tensor.distribute_tensor(sharded, mesh, ...)`", _distributed_as_dtensor, SENT, SENT),
     *[
         Case(
             DT,
@@ -447,8 +446,8 @@ CASES = [
         )
         for name, make in [("DDP", _ddp), ("FSDP1", _fsdp1), ("FSDP2", _fsdp2)]
     ],
-    Case(DP, "DDP, parameters sharded", _ddp(sharded=True), IN_SHARDS, IN_SHARDS),
-    Case(DP, "FSDP1, parameters sharded", _fsdp1(sharded=True), IN_SHARDS, IN_SHARDS),
+    Case(DP, "DDP, parameters sharded", _ddp(sharded=True), SENT, SENT),
+    Case(DP, "FSDP1, parameters sharded", _fsdp1(sharded=True), FLATTENED, FLATTENED),
     Case(DP, "FSDP2, parameters sharded", _fsdp2(sharded=True), IN_SHARDS, IN_SHARDS),
     Case(
         DP,

@@ -29,12 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
 from shardcompile import compat
@@ -301,18 +299,6 @@ def assign(mesh):
 
 with LocalRanks(1, processes=False) as ranks:
     ranks(assign)
-"""
-
-TEN_WORLDS = """
-def inside(shard):
-    return (sc.ShardTensor.from_local(shard, mesh, [Shard(0)]) * 2).sum().full_tensor()
-
-run = torch.compile(inside, fullgraph=True, backend="aot_eager")
-for _ in range(10):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    assert run(torch.ones(3, 2)) == 12
-    dist.destroy_process_group()
 """
 
 COUNTED_COLLECTIVES = """
@@ -592,28 +578,12 @@ SCENES: dict[str, Callable[[], str]] = {
     ),
     "symbols_by_both_names": inputs_with_gradients,
     "shards_of_modules_vary": buffer_of_a_module,
-    "inputs_of_make_fx": Refused(lambda mesh, x: make_fx(torch.sin)(x)),
-    "inputs_of_jit_trace": Refused(lambda mesh, x: torch.jit.trace(torch.sin, (x,), check_trace=False)),
     "shards_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),
     "parameters_of_fully_shard": Refused(lambda mesh, x: fully_shard(with_parameter(x), mesh=mesh)),
-    "parameters_of_fsdp": Refused(
-        lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
-    ),
     "values_of_state_dicts": values_of_state_dicts,
-    "memory_of_dlpack": Refused(lambda mesh, x: torch.utils.dlpack.to_dlpack(x), 2, "to_dlpack"),
-    "parts_of_sparse_tensors": Refused(
-        lambda mesh, x: torch.sparse_coo_tensor(x.T[:2].long().abs(), torch.ones(5)), 2, "sparse_coo_tensor"
-    ),
     "data_of_plain_tensors": Alone("data_of_plain_tensors", DATA_OF_A_PLAIN_TENSOR),
-    "wholes_of_dtensors": Refused(lambda mesh, x: distribute_tensor(x, mesh, [Replicate()]), 2, "distribute_tensor"),
-    "parameters_of_ddp": Refused(
-        lambda mesh, x: DistributedDataParallel(with_parameter(x), process_group=mesh.get_group()),
-        2,
-        "DistributedDataParallel",
-    ),
     "slices_by_formula": Compiled(lambda x: x[4:-1] * 2, lambda n: random(n, 3), 0, [[5, 2], [0, 7], [6, 1]]),
     "full_values_for_state_dicts": full_values_for_state_dicts,
-    "ends_of_worlds": Alone("ends_of_worlds", TEN_WORLDS),
     "collectives_in_comm_debug_mode": Alone("collectives_in_comm_debug_mode", COUNTED_COLLECTIVES),
 }
 """By patch, a program that needs it."""
