@@ -242,7 +242,9 @@ class Exchange:
         given = _EXCHANGE.get()
         if given is not None:
             return given
-        return Exchange(compat.store(), compat.world_rank()) if compat.has_other_ranks() else None
+        if compat.ranks_are_threads() or not compat.has_other_ranks():
+            return None
+        return Exchange(compat.store(), compat.world_rank())
 
     def elect(self, key: str, passes: str) -> Leadership | bytes | None:
         """Elects the rank that plans, for a graph and for passes, see `shardcompile.election.elect`."""

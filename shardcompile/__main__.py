@@ -38,6 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_precompile(commands)
     _add_diff(commands)
     _add_selftest(commands)
+    commands.add_parser(
+        "doctor",
+        help="say what of torch is changed and set, and whether a compiled step is right",
+        description="Prints versions, backends, devices, settings and changes of torch, and runs a compiled step on "
+        "ranks in one process. Exits with 1 if that is wrong.",
+    )
     _add_op(commands)
     calibrate = commands.add_parser(
         "calibrate",
@@ -332,12 +338,22 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
         parser.error(str(error))
 
 
+def _doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    # Importing torch takes seconds, and --help does not need it.
+    from shardcompile.doctor import report
+
+    text, is_right = report()
+    print(text)
+    return 0 if is_right else 1
+
+
 _COMMANDS = {
     "calibrate": _calibrate,
     "explain": _explain,
     "precompile": _precompile,
     "diff": _diff,
     "selftest": _selftest,
+    "doctor": _doctor,
     "op": _op,
 }
 

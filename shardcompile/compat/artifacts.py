@@ -263,6 +263,7 @@ PORTABLE_KEYS = Patch(
     "are left out on purpose (_reduce_symint).",
     "2.13 - 2.15",
     _replace_in_codecache("compiled_fx_graph_hash", _find_by_portable_key),
+    kind="sharing",
 )
 NO_OTHER_ENTRIES = Patch(
     "no_other_entries",
@@ -271,6 +272,7 @@ NO_OTHER_ENTRIES = Patch(
     "None: this library alone looks up graphs by portable keys.",
     "2.13 - 2.15",
     _replace_in_codecache("_save_graph", _keep_no_other, "FxGraphCache"),
+    kind="sharing",
 )
 KEPT_LIBRARIES = Patch(
     "kept_libraries",
@@ -280,6 +282,7 @@ KEPT_LIBRARIES = Patch(
     "save_cache_artifacts contains Triton's kernels (TritonBundler), but no library of CppCodeCache.",
     "2.11 - 2.15",
     _replace_in_codecache("load_async", _keep_libraries, "CppCodeCache"),
+    kind="sharing",
 )
 
 OF_ARTIFACTS = (PORTABLE_KEYS, NO_OTHER_ENTRIES, KEPT_LIBRARIES)

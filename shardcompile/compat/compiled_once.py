@@ -290,4 +290,5 @@ COMPILED_ONCE = Patch(
     "names a class of torch), and would not make ranks wait for one another.",
     "2.11 - 2.15",
     compiled_once,
+    kind="sharing",
 )

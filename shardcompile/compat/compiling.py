@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 
-import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._guards import TracingContext  # 2.11 - 2.15
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
-from shardcompile.compat.patch import put_in, replace
-from shardcompile.compat.patches import OF_A_COMPILATION, OF_A_TRACE, OF_RANKS_ALIKE
-from shardcompile.compat.settings import settle
+from shardcompile.compat.patch import put_in
+from shardcompile.compat.patches import OF_A_COMPILATION, OF_RANKS_ALIKE, put_into_trace
+from shardcompile.compat.settings import settle, trace_obliviously
 
 
 def trace_size_obliviously() -> None:
@@ -25,7 +21,7 @@ def trace_size_obliviously() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
         if context.fake_mode.shape_env is not None:
-            _put_into_trace(context.fake_mode.shape_env)
+            put_into_trace(context.fake_mode.shape_env)
             # Torch keeps what ops give on fake tensors. With sizes that are symbols, it takes longer to make and read
             # these entries than to run the ops' fake kernels.
             context.fake_mode.cache_enabled = False  # 2.11 - 2.15
@@ -33,28 +29,10 @@ def trace_size_obliviously() -> None:
         # `item` in the user's code it consults another switch.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
     make_decisions_rank_invariant()
-    if _symbolic_shapes_config.backed_size_oblivious:
-        return
-    _symbolic_shapes_config.backed_size_oblivious = True
     stack = _COMPILATION[0]
-    stack.callback(setattr, _symbolic_shapes_config, "backed_size_oblivious", False)
-    # Dynamo may trace again. It then makes symbols for unsharded tensors before it meets a partition one.
-    replace(stack, ShapeEnv, "__init__", _with_patches)
+    if not trace_obliviously(stack):
+        return
     put_in(OF_A_COMPILATION, stack)
-
-
-def _put_into_trace(shape_env: ShapeEnv) -> None:
-    if not vars(shape_env).keys() & {"suppress_guards", "create_symbol"}:
-        put_in(OF_A_TRACE, shape_env)
-
-
-def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def initialised(shape_env: ShapeEnv, *args: object, **kwargs: object) -> None:
-        init(shape_env, *args, **kwargs)
-        _put_into_trace(shape_env)
-
-    return initialised
 
 
 def make_decisions_rank_invariant() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._decomp import decomposition_table  # 2.11 - 2.15
 
+from shardcompile.compat.patch import replace_entry
 from shardcompile.compat.sizes import is_unbacked
 
 
@@ -22,14 +23,13 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
         aten.add.Tensor: _unless_a_run_gives_sizes,
     }
     put = {aten._unsafe_masked_index_put_accumulate.default: _as_if_not_empty}
-    for table, by_op in (
-        (decomposition.decompositions, changed),
-        (decomposition.fast_random_decomps(), changed),
-        (decomposition_table, put),  # the one that fake tensors use
+    for name, table, by_op in (
+        ("torch._inductor.decomposition.decompositions", decomposition.decompositions, changed),
+        ("torch._inductor.decomposition.fast_random_decomps()", decomposition.fast_random_decomps(), changed),
+        ("torch._decomp.decomposition_table", decomposition_table, put),  # the one that fake tensors use
     ):
         for op, by in by_op.items():
-            stack.callback(table.__setitem__, op, table[op])
-            table[op] = by(table[op])
+            replace_entry(stack, name, table, op, by)
 
 
 def _unless_of_shards(cat: Callable[..., object]) -> Callable[..., object]:

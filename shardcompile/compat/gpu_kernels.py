@@ -135,6 +135,7 @@ NO_PADDING_BY_TIME = Patch(
     "pad_mm.is_mm_compute_bound compares symbolic sizes, and should_pad_bench takes times, in the joint graph.",
     "2.11 - 2.15",
     no_padding_by_time,
+    kind="sizes",
 )
 
 MIXED_REDUCTIONS_BY_HINT = Patch(
@@ -147,4 +148,5 @@ MIXED_REDUCTIONS_BY_HINT = Patch(
     "gradients does not compile for 4,096 rows of 32, nor for a dynamic number of rows with backed_size_oblivious.",
     "2.11 - 2.15",
     mixed_reductions_by_hint,
+    kind="sizes",
 )

@@ -251,7 +251,13 @@ def _leaving_sizes_to_kernels(expect: Decide) -> Decide:
 
 def sizes_stay_symbols(stack: contextlib.ExitStack) -> None:
     handlers = fake_tensor._DISPATCH_META_HANDLERS  # 2.11 - 2.15
-    replace_entry(stack, handlers, torch.ops.aten.size.default, _not_of_shards)
+    replace_entry(
+        stack,
+        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
+        handlers,
+        torch.ops.aten.size.default,
+        _not_of_shards,
+    )
     replace(stack, SymNode, "guard_int", _not_for_kernels)  # 2.11 - 2.15
 
 

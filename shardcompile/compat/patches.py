@@ -14,6 +14,11 @@ the test fails, and the patch can go.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
+
 from shardcompile.compat.artifacts import OF_ARTIFACTS
 from shardcompile.compat.compiled_once import COMPILED_ONCE
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
@@ -29,7 +34,7 @@ from shardcompile.compat.kernel_questions import (
     sizes_stay_symbols,
     storage_of_no_rows,
 )
-from shardcompile.compat.patch import Patch
+from shardcompile.compat.patch import Patch, put_in, replace
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     batched_products_by_hint,
@@ -124,6 +129,7 @@ OF_RANKS_ALIKE = (
         "graph. It leaves none if the amount is a number.",
         "2.11 - 2.14",
         pads_on_all_ranks,
+        kind="sizes",
     ),
     Patch(
         "traces_agree",
@@ -146,12 +152,23 @@ OF_RANKS_ALIKE = (
         "ignores the marks on their inner tensors.",
         "2.11 - 2.15",
         shards_of_modules_vary,
+        kind="sizes",
     ),
     COMPILED_ONCE,
 )
 """Put in when a compilation meets its first sharded tensor, and taken out when it ends."""
 
 OF_A_COMPILATION = (
+    Patch(
+        "later_traces",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.__init__",
+        "Dynamo may trace a function again. Symbols of its plain inputs are made before it meets a sharded one, and "
+        "so before the patches of that trace are put in.",
+        "A tensor subclass has no say in how the symbols of a trace are made, see symbols_of_shards.",
+        "2.11 - 2.15",
+        lambda stack: replace(stack, ShapeEnv, "__init__", _putting_into_traces),
+        kind="sizes",
+    ),
     Patch(
         "ones_in_kernels_by_hint",
         "torch.fx.experimental.sym_node.SymNode.guard_bool",
@@ -162,6 +179,7 @@ OF_A_COMPILATION = (
         "guard_or_false does not: contiguous() of an expanded tensor, in the decomposition of log_softmax.",
         "2.11 - 2.15",
         ones_in_kernels_by_hint,
+        kind="sizes",
     ),
     Patch(
         "plain_sizes_are_guarded",
@@ -172,6 +190,7 @@ OF_A_COMPILATION = (
         "size, and unbind() of that keeps the dim.",
         "2.11 - 2.15",
         plain_sizes_are_guarded,
+        kind="sizes",
     ),
     Patch(
         "guards_of_cached_code",
@@ -184,6 +203,7 @@ OF_A_COMPILATION = (
         "what a miss does not: ((min(4, s) + 1) // 2) == 1 makes s a 2. torch.sym_min would keep the formula.",
         "2.11 - 2.15",
         guards_of_cached_code,
+        kind="sizes",
     ),
     Patch(
         "sizes_stay_symbols",
@@ -194,6 +214,7 @@ OF_A_COMPILATION = (
         "write through windows specialises on the sizes of the tensor.",
         "2.11 - 2.15",
         sizes_stay_symbols,
+        kind="sizes",
     ),
     Patch(
         "storage_of_no_rows",
@@ -226,6 +247,7 @@ OF_A_COMPILATION = (
         "same strides either way.",
         "2.11 - 2.15",
         copies_by_hint,
+        kind="sizes",
     ),
     Patch(
         "overlaps_of_sizes",
@@ -236,6 +258,7 @@ OF_A_COMPILATION = (
         "does for sizes that depend on data.",
         "2.11 - 2.15",
         overlaps_of_sizes,
+        kind="sizes",
     ),
     Patch(
         "views_by_stride",
@@ -245,6 +268,7 @@ OF_A_COMPILATION = (
         "size_oblivious=True to _compute_stride from GraphLowering, as the fake kernels do.",
         "2.11 - 2.14",
         views_by_stride,
+        kind="sizes",
     ),
     Patch(
         "overlap_by_hint",
@@ -255,6 +279,7 @@ OF_A_COMPILATION = (
         "since it is a check that can only raise.",
         "2.11 - 2.14",
         overlap_by_hint,
+        kind="sizes",
     ),
     Patch(
         "memory_format_by_hint",
@@ -265,6 +290,7 @@ OF_A_COMPILATION = (
         "backed_size_oblivious as well.",
         "2.11 - 2.15",
         memory_format_by_hint,
+        kind="sizes",
     ),
     Patch(
         "channels_last_by_hint",
@@ -275,6 +301,7 @@ OF_A_COMPILATION = (
         "leave none: guard_or_true would do.",
         "2.11 - 2.13",
         channels_last_by_hint,
+        kind="sizes",
     ),
     Patch(
         "channels_last_of_known_sizes",
@@ -287,6 +314,7 @@ OF_A_COMPILATION = (
         "TypeError: cannot determine truth value of Relational.",
         "2.11 - 2.15",
         channels_last_of_known_sizes,
+        kind="sizes",
     ),
     Patch(
         "symbols_by_both_names",
@@ -305,6 +333,7 @@ OF_A_COMPILATION = (
         "still compares backed strides with guards.",
         "2.11 - 2.15",
         fill_order_by_hint,
+        kind="sizes",
     ),
     Patch(
         "asserts_of_known_sizes",
@@ -332,6 +361,7 @@ OF_A_COMPILATION = (
         "_unsafe_masked_index_put_accumulate tests x.numel() == 0 where _unsafe_masked_index has guard_or_false.",
         "2.11 - 2.15",
         decompositions_ask_no_sizes,
+        kind="sizes",
     ),
     Patch(
         "places_of_parts",
@@ -352,6 +382,7 @@ OF_A_COMPILATION = (
         "backed_size_oblivious; statically_known_true would do.",
         "2.11 - 2.15",
         batched_products_by_hint,
+        kind="sizes",
     ),
     Patch(
         "clamped_ends",
@@ -364,6 +395,7 @@ OF_A_COMPILATION = (
         "TypeError: Expected a number but got FloorDiv.",
         "2.11 - 2.15",
         clamped_ends,
+        kind="sizes",
     ),
     Patch(
         "failed_checks",
@@ -374,6 +406,7 @@ OF_A_COMPILATION = (
         "x.view(2 * s, 2) of an x [s, 4] installs s != 1. A check that fails by the hints needs no guard.",
         "2.11 - 2.15",
         failed_checks,
+        kind="sizes",
     ),
     ORDER_BY_DIVISORS,
     ORDERS_OF_UNKNOWN_STRIDES,
@@ -393,6 +426,7 @@ OF_A_TRACE = (
         "answered False instead.",
         "2.11 - 2.15",
         decide_by_hint_where_guards_are_suppressed,
+        kind="sizes",
     ),
     Patch(
         "symbols_of_shards",
@@ -404,9 +438,25 @@ OF_A_TRACE = (
         "are one) for some inputs only; a tensor subclass needs it for its inner tensors.",
         "2.11 - 2.15",
         name_symbols_of_shards,
+        kind="sizes",
     ),
 )
 """Put into the `ShapeEnv` of a trace. They live as long as it does."""
+
+
+def put_into_trace(shape_env: ShapeEnv) -> None:
+    """Puts in the patches of a trace, unless they are in place."""
+    if not vars(shape_env).keys() & {"suppress_guards", "create_symbol"}:
+        put_in(OF_A_TRACE, shape_env)
+
+
+def _putting_into_traces(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def initialised(shape_env: ShapeEnv, *args: object, **kwargs: object) -> None:
+        init(shape_env, *args, **kwargs)
+        put_into_trace(shape_env)
+
+    return initialised
 
 
 def all_patches() -> tuple[Patch, ...]:

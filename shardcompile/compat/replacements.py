@@ -13,6 +13,7 @@ import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch import _prims_common
 from torch._dynamo.backends import common  # 2.11 - 2.15
+from torch._functorch._aot_autograd import graph_compile  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
 from torch.fx import Node
@@ -27,7 +28,7 @@ from torch.utils._sympy.symbol import (
 )
 
 from shardcompile.compat.late_sizes import retry_traces
-from shardcompile.compat.patch import replace, replace_entry
+from shardcompile.compat.patch import replace, replace_entry, require
 from shardcompile.compat.sizes import Formula, IntLike, is_unbacked, size_hint
 from shardcompile.compat.tracing import UNKNOWN_SIZE
 
@@ -72,6 +73,8 @@ def channels_last_of_known_sizes(stack: contextlib.ExitStack) -> None:
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
+    for stage in ("aot_stage2_autograd", "aot_stage2_inference"):
+        require(graph_compile, stage)
     replace(stack, common, "aot_module_simplified", retry_traces)  # 2.11 - 2.15
 
 
@@ -114,7 +117,9 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
 
-    replace_entry(stack, lowerings, torch.ops.aten.bmm.default, _lower_by_hint)  # 2.11 - 2.15
+    replace_entry(
+        stack, "torch._inductor.lowering.lowerings", lowerings, torch.ops.aten.bmm.default, _lower_by_hint
+    )  # 2.11 - 2.15
 
 
 def clamped_ends(stack: contextlib.ExitStack) -> None:
@@ -349,6 +354,7 @@ def _sort_by_hint(fill_order: Callable[..., _T]) -> Callable[..., _T]:
 
 def decide_by_hint_where_guards_are_suppressed(shape_env: ShapeEnv) -> None:
     """Turn the switch off inside ``shape_env.suppress_guards()``, where a decision by hint leaves no guard."""
+    require(ShapeEnv, "suppress_guards")
     suppress = shape_env.suppress_guards
 
     @contextlib.contextmanager

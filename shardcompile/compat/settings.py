@@ -7,22 +7,50 @@ import contextlib
 import torch
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._inductor import config as _inductor_config  # 2.11 - 2.15
+from torch.fx.experimental import _config as _symbolic_shapes_config  # 2.11 - 2.15
 
 from shardcompile.compat.partitioner import Partitioner
 
+SETTINGS = (
+    (
+        "torch._inductor.config.custom_partitioner_fn",
+        "Inductor partitions joint graphs with a partitioner that keeps collectives where they are.",
+    ),
+    (
+        "torch._functorch.config.force_non_lazy_backward_lowering",
+        "A backward graph is compiled together with its forward graph. Torch would compile one that needs no sizes of "
+        "the forward pass at its first call, when these settings and the patches of a compilation are gone.",
+    ),
+    (
+        "torch._functorch.config.donated_buffer (2.15)",
+        "Inductor does not write to saved tensors. Torch 2.15 repeats the wait for a result that the backward pass "
+        "needs, and saves both results: two tensors of one memory.",
+    ),
+    (
+        "torch.fx.experimental._config.backed_size_oblivious",
+        "Sizes of 0 and 1 are symbols: a shard may have any size on any rank.",
+    ),
+)
+"""Each setting with its reason."""
+
 
 def settle(stack: contextlib.ExitStack) -> None:
-    """Changes torch's settings until a stack is closed.
-
-    - Inductor partitions joint graphs with `Partitioner`.
-    - A backward graph is compiled together with its forward graph. Torch would compile one that needs no sizes of the
-      forward pass at its first call, when these settings and the patches of a compilation are gone.
-    - From 2.15 on, Inductor does not write to saved tensors. This version repeats the wait for a result that the
-      backward pass needs, and saves both results: two tensors of one memory.
-    """
+    """Changes the settings that every graph with sharded tensors needs until a stack is closed."""
     inner = _inductor_config.custom_partitioner_fn
     if not isinstance(inner, Partitioner):
         stack.enter_context(_inductor_config.patch(custom_partitioner_fn=Partitioner(inner)))
     stack.enter_context(_functorch_config.patch(force_non_lazy_backward_lowering=True))
     if torch.__version__ >= "2.15":
         stack.enter_context(_functorch_config.patch(donated_buffer=False))
+
+
+def trace_obliviously(stack: contextlib.ExitStack) -> bool:
+    """Switches on torch's tracing without regard to sizes of 0 and 1, until a stack is closed.
+
+    Returns:
+        whether it was off.
+    """
+    if _symbolic_shapes_config.backed_size_oblivious:
+        return False
+    stack.enter_context(_symbolic_shapes_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
+    return True

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,  # 2.11 - 2.15
 )
 
+from shardcompile.compat.patch import require
 from shardcompile.compat.sizes import Formula, IntLike, nominal_hints
 
 GAPS = -1
@@ -76,6 +77,8 @@ def common_hints() -> contextlib.AbstractContextManager[None]:
 
 def name_symbols_of_shards(shape_env: ShapeEnv) -> None:
     """Have a trace make the symbols of shards from what all ranks share."""
+    for name in ("_compute_symbolic_stride", "create_symbol", "_produce_dyn_sizes_from_int_tuple"):
+        require(ShapeEnv, name)
     symbols = _Symbols(shape_env)
     strides = symbols.strides(_strides_of_few_rows(shape_env._compute_symbolic_stride))
     replacements: dict[str, object] = {

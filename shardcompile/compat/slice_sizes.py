@@ -21,7 +21,13 @@ Size: TypeAlias = int | SymInt
 
 
 def slices_by_formula(stack: contextlib.ExitStack) -> None:
-    replace_entry(stack, op_implementations_dict, torch.ops.aten.slice.Tensor, _by_formula)
+    replace_entry(
+        stack,
+        "torch._subclasses.fake_impls.op_implementations_dict",
+        op_implementations_dict,
+        torch.ops.aten.slice.Tensor,
+        _by_formula,
+    )
 
 
 def _by_formula(slice_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -72,7 +78,9 @@ def parts_to_the_end(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
 
-    replace_entry(stack, lowerings, torch.ops.aten.slice.Tensor, _lowered_by_formula)  # 2.11
+    replace_entry(
+        stack, "torch._inductor.lowering.lowerings", lowerings, torch.ops.aten.slice.Tensor, _lowered_by_formula
+    )  # 2.11
 
 
 def _lowered_by_formula(lowering: Callable[..., object]) -> Callable[..., object]:

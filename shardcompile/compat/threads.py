@@ -21,6 +21,11 @@ def be_rank(rank: int) -> None:
     _HERE.rank = rank
 
 
+def ranks_are_threads() -> bool:
+    """Whether this thread is a rank: compiled code is then the same object for all ranks."""
+    return rank_of_thread() is not None
+
+
 def rank_of_thread() -> int | None:
     """The rank that this thread is; None if the whole process is one rank."""
     return _HERE.rank

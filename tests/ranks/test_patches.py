@@ -602,6 +602,7 @@ WITHOUT_A_PROGRAM = {
     "no_padding_by_time": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_partition_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted shards",
+    "later_traces": "it puts in symbols_of_shards",
     "symbols_of_shards": "not found: shards that are as large as other dims, with partitions that a run gives",
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
