@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # 2.11 - 2.15
-from torch._dynamo.variables import higher_order_ops as _traced  # 2.11 - 2.15
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # 2.11 - 2.15
 from torch._higher_order_ops.map import map_impl  # 2.11 - 2.15
 from torch._higher_order_ops.scan import scan_op  # 2.11 - 2.15
@@ -18,23 +16,6 @@ def control_flow_ops() -> list[object]:
     """Higher-order ops that trace a function on tensors, as a tensor's `__torch_function__` sees them."""
     higher_order = torch.ops.higher_order
     return [higher_order.cond, map_impl, scan_op, higher_order.while_loop]
-
-
-def use_shard_storages(sharded: type[torch.Tensor]) -> None:
-    """Have Dynamo look at the shard of a sharded tensor when it checks that the arguments of a loop share no memory.
-
-    Dynamo checks before it calls the op, and raises for every tensor subclass that wraps tensors.
-    """
-    storages_of = getattr(_traced, "get_tensor_storages", None)  # 2.13 - 2.15
-    if storages_of is None:
-        return
-
-    @functools.wraps(storages_of)
-    def of_shard(x: torch.Tensor) -> object:
-        shard: torch.Tensor = x._local_tensor if isinstance(x, sharded) else x  # type: ignore[attr-defined]
-        return storages_of(shard)
-
-    _traced.get_tensor_storages = of_shard  # type: ignore[assignment]
 
 
 def run_regions_in_line(sharded: type) -> None:

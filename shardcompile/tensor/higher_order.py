@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.utils._pytree import tree_leaves
 
-from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, use_shard_storages
+from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.sharded import Sharded
 
@@ -38,7 +38,6 @@ def teach_higher_order_ops(sharded: type[Sharded]) -> dict[object, Callable[...,
     Returns:
         Handlers for `__torch_function__`, by op.
     """
-    use_shard_storages(sharded)
     run_regions_in_line(sharded)
 
     def refuse(op: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -166,6 +166,7 @@ assert left_out == {"overlaps_of_sizes", "fill_order_by_hint", "failed_checks"},
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(running_version() != (2, 15), reason="a newer torch is compared with the newest that is known")
 def test_a_torch_that_pretends_to_be_newer() -> None:
     subprocess.run([sys.executable, "-c", PRETENDED], check=True, timeout=300)
