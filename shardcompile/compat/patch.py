@@ -61,6 +61,12 @@ class Patch:
         return version_of(first) <= running <= version_of(last or first)
 
 
+def versions_of(patch: Patch) -> tuple[str, ...]:
+    """The known versions of torch that need a patch."""
+    first, _, last = patch.versions.partition(" - ")
+    return tuple(v for v in KNOWN_VERSIONS if version_of(first) <= version_of(v) <= version_of(last or first))
+
+
 class Changed(Exception):
     """What a patch replaces is not what it was in a known version of torch."""
 

@@ -15,6 +15,7 @@ from shardcompile.compat import fingerprints, patch
 from shardcompile.compat.fingerprints import KNOWN_VERSIONS, fingerprint, recorded, running_version
 from shardcompile.compat.patch import Patch, put_in, replace
 from tools.fingerprints import of_running_version
+from tools.patches_table import PAGE, written
 
 
 def test_those_of_this_version_are_recorded() -> None:
@@ -170,3 +171,7 @@ assert left_out == {"overlaps_of_sizes", "fill_order_by_hint", "failed_checks"},
 @pytest.mark.skipif(running_version() != (2, 15), reason="a newer torch is compared with the newest that is known")
 def test_a_torch_that_pretends_to_be_newer() -> None:
     subprocess.run([sys.executable, "-c", PRETENDED], check=True, timeout=300)
+
+
+def test_the_page_lists_all_patches() -> None:
+    assert PAGE.read_text() == written(), "python -m tools.patches_table writes it"
