@@ -95,14 +95,6 @@ def _by_divisors(split: Callable[..., object]) -> staticmethod[..., object]:
     return staticmethod(over_dims)
 
 
-def no_padding_by_time(stack: contextlib.ExitStack) -> None:
-    # Heavy, and only a compilation needs it.
-    from torch._inductor.fx_passes import pad_mm  # 2.11 - 2.15
-
-    # The setting shape_padding is one of each thread in 2.15, and ranks may be threads.
-    replace(stack, pad_mm, "can_pad", lambda can_pad: lambda *args: False)  # 2.11 - 2.15
-
-
 GRIDS_OF_NO_ROWS = Patch(
     "grids_of_no_rows",
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate",
@@ -124,18 +116,6 @@ SIZES_OVER_TWO_DIMS = Patch(
     "and u0 alone. That 5 divides 5*s2, and 5*s2 does not divide 5, would do.",
     "2.11 - 2.15",
     sizes_over_two_dims,
-)
-
-NO_PADDING_BY_TIME = Patch(
-    "no_padding_by_time",
-    "torch._inductor.fx_passes.pad_mm.can_pad",
-    "For GPUs, Inductor pads the operands of matrix products before our passes see the graph. It decides by the rows "
-    "of a shard, with a guard that holds on some ranks only, and by times that each rank measures for itself. Ranks "
-    "would have different graphs, and other orders of collectives.",
-    "pad_mm.is_mm_compute_bound compares symbolic sizes, and should_pad_bench takes times, in the joint graph.",
-    "2.11 - 2.15",
-    no_padding_by_time,
-    kind="sizes",
 )
 
 MIXED_REDUCTIONS_BY_HINT = Patch(

@@ -23,7 +23,7 @@ from shardcompile.compat.artifacts import OF_ARTIFACTS
 from shardcompile.compat.compiled_once import COMPILED_ONCE
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
-from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME, SIZES_OVER_TWO_DIMS
+from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, SIZES_OVER_TWO_DIMS
 from shardcompile.compat.groups import COLLECTIVES_IN_COMM_DEBUG_MODE
 from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
@@ -118,7 +118,6 @@ OF_RANKS_ALIKE = (
     ),
     SIZES_OVER_TWO_DIMS,
     MIXED_REDUCTIONS_BY_HINT,
-    NO_PADDING_BY_TIME,
     Patch(
         "pads_on_all_ranks",
         "torch.distributed.tensor.placement_types.pad_tensor, unpad_tensor",
@@ -224,7 +223,7 @@ OF_A_COMPILATION = (
         "clone_preserve_strides (in Python, and in C++ from 2.15 on) makes a tensor as long as a storage of unbacked "
         "sizes. It computes the length as if there were elements, and asserts size >= 0 at run time: it should clamp "
         "the length to at least 0.",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         storage_of_no_rows,
     ),
     Patch(
@@ -245,7 +244,7 @@ OF_A_COMPILATION = (
         "whether the part is dense. A rank whose shard has one column gets another answer than its neighbours.",
         "The fake kernel of aten.copy guards on the sizes of what it copies (is it dense?), and gives the result the "
         "same strides either way.",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         copies_by_hint,
         kind="sizes",
     ),
@@ -404,7 +403,7 @@ OF_A_COMPILATION = (
         "failed check leaves a guard on the size of a shard, which ranks with one row fail.",
         "View._dynamic_reshape_indexer checks a formula that need not hold, and check_equals guards that it does not: "
         "x.view(2 * s, 2) of an x [s, 4] installs s != 1. A check that fails by the hints needs no guard.",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         failed_checks,
         kind="sizes",
     ),

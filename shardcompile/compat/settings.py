@@ -17,6 +17,11 @@ SETTINGS = (
         "Inductor partitions joint graphs with a partitioner that keeps collectives where they are.",
     ),
     (
+        "torch._inductor.config.shape_padding",
+        "For GPUs, Inductor would pad the operands of matrix products before passes see the graph, by the rows of a "
+        "shard, with a guard that holds on some ranks only, and by times that each rank measures for itself.",
+    ),
+    (
         "torch._functorch.config.force_non_lazy_backward_lowering",
         "A backward graph is compiled together with its forward graph. Torch would compile one that needs no sizes of "
         "the forward pass at its first call, when these settings and the patches of a compilation are gone.",
@@ -39,6 +44,7 @@ def settle(stack: contextlib.ExitStack) -> None:
     inner = _inductor_config.custom_partitioner_fn
     if not isinstance(inner, Partitioner):
         stack.enter_context(_inductor_config.patch(custom_partitioner_fn=Partitioner(inner)))
+    stack.enter_context(_inductor_config.patch(shape_padding=False))
     stack.enter_context(_functorch_config.patch(force_non_lazy_backward_lowering=True))
     if torch.__version__ >= "2.15":
         stack.enter_context(_functorch_config.patch(donated_buffer=False))

@@ -599,7 +599,6 @@ WITHOUT_A_PROGRAM = {
     "backward_before_forward": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "captures_with_collectives": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "mixed_reductions_by_hint": "it is of kernels of GPUs: see test_gpu_kernels.py",
-    "no_padding_by_time": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_partition_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted shards",
     "later_traces": "it puts in symbols_of_shards",
@@ -610,7 +609,6 @@ WITHOUT_A_PROGRAM = {
 RIGHT_SINCE = {
     "order_by_divisors": (2, 13),  # prefix masks through Inductor (test_flex_attention.py) still need it
     "reads_after_writes": (2, 14),
-    "copies_by_hint": (2, 15),
     "channels_last_of_known_sizes": (2, 11),
 }
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
