@@ -93,6 +93,7 @@ from shardcompile.compat.tracing import UNKNOWN_OUTPUT_SHAPE as UNKNOWN_OUTPUT_S
 from shardcompile.compat.tracing import UNKNOWN_SIZE as UNKNOWN_SIZE
 from shardcompile.compat.tracing import annotate_nodes as annotate_nodes
 from shardcompile.compat.tracing import below_autograd as below_autograd
+from shardcompile.compat.tracing import compiles_backward_passes as compiles_backward_passes
 from shardcompile.compat.tracing import dispatch_is_off as dispatch_is_off
 from shardcompile.compat.tracing import fake_mode_like as fake_mode_like
 from shardcompile.compat.tracing import has_modes as has_modes

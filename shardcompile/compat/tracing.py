@@ -87,9 +87,12 @@ def tracer_of(x: torch.Tensor) -> str | None:
     mode = get_proxy_mode()
     if mode is None or x not in mode.tracer.tensor_tracker:  # 2.11 - 2.15
         return None
-    if compiled_autograd.compiled_autograd_enabled:  # 2.11 - 2.15
-        return "compiled autograd"
     return "make_fx, which torch.export and torch.func.linearize use as well,"
+
+
+def compiles_backward_passes() -> bool:
+    """Whether compiled autograd will trace the backward passes of what runs now."""
+    return bool(compiled_autograd.compiled_autograd_enabled) and torch.is_grad_enabled()  # 2.11 - 2.15
 
 
 def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:

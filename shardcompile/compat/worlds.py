@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.15
 from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
 from torch._dynamo.utils import orig_code_map  # 2.11 - 2.15
 from torch._guards import CompileContext, Guard, GuardBuilderBase, TracingContext  # 2.11 - 2.15
+from torch.distributed.distributed_c10d import _get_default_store  # 2.11 - 2.15
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 2.11 - 2.15
 
@@ -46,8 +48,18 @@ def world_epoch() -> int:
     world = _present_world()
     if world is not None and (_world is None or _world() is not world):
         _world = weakref.ref(world)
+        with contextlib.suppress(TypeError):  # ranks that are threads have a store that others may hold
+            # Torch drops the store with the world. Compiled code is removed then: the compilation that finds another
+            # world comes too late for that.
+            weakref.finalize(_get_default_store(), _end, _world).atexit = False
         start_epoch()
     return _world_epoch
+
+
+def _end(world: weakref.ref[object]) -> None:
+    """Start an epoch at the end of a world, unless another one has been met."""
+    if world is _world and _present_world() is not world():
+        start_epoch()
 
 
 def start_epoch() -> None:

@@ -82,16 +82,19 @@ def refuse_other_tracers(cls: type[Sharded], args: Sequence[object]) -> None:
             _refuse_tracer(tracer, x._spec.layout)  # type: ignore[attr-defined]
 
 
+def refuse_compiled_autograd(layout: Layout) -> NoReturn:
+    """Refuses a compilation whose backward pass compiled autograd would trace."""
+    raise refusal(
+        "compiled autograd",
+        layout.describe(),
+        "it would compile the backward pass for the size of this rank's local shard",
+        "Set torch._dynamo.config.compiled_autograd to False: the backward pass of what torch.compile compiles is "
+        "compiled with it",
+    )
+
+
 def _refuse_tracer(tracer: str, layout: Layout) -> NoReturn:
     """Refuses a tracer other than AOTAutograd: it does not trace the inner tensors and their symbolic sizes."""
-    if tracer == "compiled autograd":
-        raise refusal(
-            tracer,
-            layout.describe(),
-            "it would compile the backward pass for the size of this rank's local shard",
-            "Set torch._dynamo.config.compiled_autograd to False: the backward pass of what torch.compile compiles "
-            "is compiled with it",
-        )
     raise refusal(
         tracer,
         layout.describe(),

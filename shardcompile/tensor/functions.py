@@ -31,6 +31,7 @@ from shardcompile.tensor.numbers import NUMBER_FUNCTIONS, READS_NUMBER, as_numbe
 from shardcompile.tensor.padding import pad
 from shardcompile.tensor.random import FUNCTIONS as RANDOM_FUNCTIONS
 from shardcompile.tensor.recurrent import RECURRENT_FUNCTIONS
+from shardcompile.tensor.traced import WITH_THE_FIRST
 from shardcompile.tensor.unique import unique, unique_consecutive
 
 aten = torch.ops.aten
@@ -197,6 +198,8 @@ def _in_one_segment(run: Callable[..., object]) -> Callable[..., object]:
 
 
 state_function([_Tensor.data.__set__], _set_data)
+# It is another function once `Tensor.data` is checked for plain tensors, by what is called before.
+WITH_THE_FIRST.append(lambda: state_function([_Tensor.data.__set__], _set_data))
 for _function, _run in {**MEMORY_FUNCTIONS, **NUMBER_FUNCTIONS, **RECURRENT_FUNCTIONS}.items():
     state_function([_function], _run)
 state_function(READS_NUMBER, as_number, when=lambda _: compat.dispatch_is_off())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import wait
+from shardcompile.dispatch.foreign import refuse_compiled_autograd
 from shardcompile.errors import RedistributeError, UnsupportedOpError
 from shardcompile.ops.support.copied_views import CopiedView, GivenCopy
 from shardcompile.ops.support.strides import in_order
@@ -88,7 +89,7 @@ class Traced(Sharded):
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> Self:
         while WITH_THE_FIRST:
-            WITH_THE_FIRST.pop()()
+            WITH_THE_FIRST.pop(0)()
         self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
         self._local_tensor = local
         self._spec = spec
@@ -148,6 +149,8 @@ class Traced(Sharded):
         if type(self._copied) is CopiedView and self._holds_values and self._copied.is_stale:
             return flat[0], self._stale_metadata(flat[1])
         if compat.is_compiling():
+            if compat.compiles_backward_passes():
+                refuse_compiled_autograd(self._spec.layout)
             compat.make_decisions_rank_invariant()
             if self._may_vary:
                 self._prepare_trace(flat[1])

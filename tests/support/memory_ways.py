@@ -59,8 +59,6 @@ def _module(x: Any) -> nn.Module:
 
 
 REFUSED: dict[str, Way] = {
-    "to_dlpack": lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)).sum(),
-    "torch.to_dlpack": lambda x: torch.to_dlpack(x),
     "from_dlpack": lambda x: torch.from_dlpack(x).sum(),
     "np.from_dlpack": lambda x: np.from_dlpack(x).sum(),
     "__dlpack__": lambda x: x.__dlpack__(),
@@ -111,6 +109,8 @@ AS_PLAIN: dict[str, Way] = {
 """Refused by the error that a plain tensor on the CPU has."""
 
 RAISES: dict[str, Way] = {
+    "to_dlpack": lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)).sum(),
+    "torch.to_dlpack": lambda x: torch.to_dlpack(x),
     "to_dlpack, imported before": lambda x: to_dlpack(x),
     "_to_dlpack": lambda x: torch._C._to_dlpack(x),
     "_to_dlpack_versioned": lambda x: torch._C._to_dlpack_versioned(x),
