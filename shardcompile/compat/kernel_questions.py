@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import sympy
 import torch
@@ -212,20 +211,6 @@ def _is_of_plain_tensors(node: SymNode) -> bool:
     if node.expr.has(Max):
         return True
     return any(describes_plain_value(_shape_env(node), symbol) for symbol in symbols)
-
-
-def guards_of_cached_code(stack: contextlib.ExitStack) -> None:
-    known: dict[str, object] = symbolic_shapes.SYMPY_INTERP  # 2.11 - 2.15
-    for name, of_two, of_numbers in (("min", torch.sym_min, min), ("max", torch.sym_max, max)):
-        known[name] = functools.partial(_of_all, of_two, of_numbers)
-        stack.callback(known.pop, name)
-
-
-def _of_all(of_two: Callable[[Any, Any], Any], of_numbers: Callable[..., object], *sizes: Any) -> object:
-    """The minimum or maximum of sizes: a formula if one of them is symbolic, which installs no guard."""
-    if any(isinstance(n, torch.SymInt) for n in sizes):
-        return functools.reduce(of_two, [n if isinstance(n, torch.SymInt) else int(n) for n in sizes])
-    return of_numbers(*sizes)
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:

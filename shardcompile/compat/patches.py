@@ -21,14 +21,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile.compat.artifacts import OF_ARTIFACTS
 from shardcompile.compat.compiled_once import COMPILED_ONCE
-from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, SIZES_OVER_TWO_DIMS
 from shardcompile.compat.groups import COLLECTIVES_IN_COMM_DEBUG_MODE
 from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
-    guards_of_cached_code,
     ones_in_kernels_by_hint,
     plain_sizes_are_guarded,
     sizes_stay_symbols,
@@ -39,7 +37,6 @@ from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     batched_products_by_hint,
     channels_last_by_hint,
-    channels_last_of_known_sizes,
     clamped_ends,
     decide_by_hint_where_guards_are_suppressed,
     failed_checks,
@@ -54,7 +51,6 @@ from shardcompile.compat.replacements import (
 from shardcompile.compat.saved_strides import saved_after_written, saved_as_traced
 from shardcompile.compat.scheduling import (
     BROADCAST_BY_GUARDS,
-    LOOKUPS_IN_NO_ROWS,
     NUMBERS_OF_WRITTEN_ROWS,
     ROWS_OF_GROUPS,
     parts_own_no_memory,
@@ -92,7 +88,6 @@ OF_RANKS_ALIKE = (
     ),
     BROADCAST_BY_GUARDS,
     ROWS_OF_GROUPS,
-    LOOKUPS_IN_NO_ROWS,
     STRIDES_BY_TERMS,
     Patch(
         "joins_of_copies",
@@ -189,19 +184,6 @@ OF_A_COMPILATION = (
         "size, and unbind() of that keeps the dim.",
         "2.11 - 2.15",
         plain_sizes_are_guarded,
-        kind="sizes",
-    ),
-    Patch(
-        "guards_of_cached_code",
-        "torch.fx.experimental.symbolic_shapes.SYMPY_INTERP",
-        "When Inductor's cache has a graph, torch evaluates its guards as Python code, in which `min` compares "
-        "symbols: a guard on a minimum becomes two that may leave one value, and the size becomes a number. A rank "
-        "that has loaded its forward graph gets another backward graph than one that has compiled it, and other "
-        "collectives.",
-        "FxGraphCache._lookup_graph evaluates guards_expr by the builtin min and max, so that a cache hit specialises "
-        "what a miss does not: ((min(4, s) + 1) // 2) == 1 makes s a 2. torch.sym_min would keep the formula.",
-        "2.11 - 2.15",
-        guards_of_cached_code,
         kind="sizes",
     ),
     Patch(
@@ -303,19 +285,6 @@ OF_A_COMPILATION = (
         kind="sizes",
     ),
     Patch(
-        "channels_last_of_known_sizes",
-        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
-        "Inductor stores the tensors around a convolution with the channels last. If their strides depend on sizes "
-        "that vary from call to call, the backward graph is compiled for the strides of the first call.",
-        "decide_layout_opt has graphs with dynamic shapes left out, but for CPUs, and looks at what is convolved only: "
-        "find_nodes_prefer_channels_last goes on to tensors of symbolic sizes, and AOTAutograd calls as_strided with "
-        "the strides of the first call (AssertionError: expected size 3==3, stride 54==24), or "
-        "TypeError: cannot determine truth value of Relational.",
-        "2.11 - 2.15",
-        channels_last_of_known_sizes,
-        kind="sizes",
-    ),
-    Patch(
         "symbols_by_both_names",
         "torch._inductor.codegen.wrapper.PythonWrapperCodegen.codegen_input_symbol_assignment",
         "An input may come with a gradient that it already has, which has its own symbol for the same size. Generated "
@@ -344,23 +313,6 @@ OF_A_COMPILATION = (
         "specialized or unified later should be replaced: NameError: name 's75' is not defined.",
         "2.11 - 2.15",
         asserts_of_known_sizes,
-    ),
-    Patch(
-        "decompositions_ask_no_sizes",
-        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]; "
-        "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
-        "Torch expands and flattens a tensor that is joined with itself, and makes a batched product of column and row "
-        "contiguous: both ask whether a shard has one row. From a join it drops shards that are known to have no rows, "
-        "so ranks have different graphs. It views a sum of complex numbers as one of real numbers and back, and so "
-        "asks for an unbacked stride. The gradient of an embedding asks whether its table is "
-        "empty, which may be true on some ranks only.",
-        "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
-        "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
-        "That of add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
-        "_unsafe_masked_index_put_accumulate tests x.numel() == 0 where _unsafe_masked_index has guard_or_false.",
-        "2.11 - 2.15",
-        decompositions_ask_no_sizes,
-        kind="sizes",
     ),
     Patch(
         "places_of_parts",

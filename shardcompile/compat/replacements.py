@@ -65,13 +65,6 @@ def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
-def channels_last_of_known_sizes(stack: contextlib.ExitStack) -> None:
-    # Heavy, and only a compilation needs it.
-    from torch._inductor.graph import GraphLowering
-
-    replace(stack, GraphLowering, "find_nodes_prefer_channels_last", _of_known_strides)  # 2.11 - 2.15
-
-
 def traces_agree(stack: contextlib.ExitStack) -> None:
     for stage in ("aot_stage2_autograd", "aot_stage2_inference"):
         require(graph_compile, stage)
@@ -314,20 +307,6 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., o
         return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
 
     return strides
-
-
-def _of_known_strides(find: Callable[[object], MutableSet[torch.fx.Node]]) -> Callable[[object], object]:
-    """Leave out nodes whose strides with the channels last would depend on symbols."""
-
-    def found(graph: object) -> object:
-        nodes = find(graph)
-        for node in list(nodes):
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape[1:]):
-                nodes.discard(node)
-        return nodes
-
-    return found
 
 
 def _sort_by_hint(fill_order: Callable[..., _T]) -> Callable[..., _T]:

@@ -18,7 +18,7 @@ from shardcompile.compat.patch import Patch, replace
 
 if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
-    from torch._inductor.ir import ComputedBuffer, ExpandView, TensorBox  # 2.11 - 2.15
+    from torch._inductor.ir import ComputedBuffer, ExpandView  # 2.11 - 2.15
     from torch._inductor.scheduler import SchedulerBuffer, SchedulerNode  # 2.11 - 2.15
     from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
@@ -55,13 +55,6 @@ def broadcast_by_guards(stack: contextlib.ExitStack) -> None:
     replace(stack, ExpandView, "make_reindexer", _of_dims_known_to_be_one)  # 2.11 - 2.15
 
 
-def lookups_in_no_rows(stack: contextlib.ExitStack) -> None:
-    # Heavy, and only a compilation needs it.
-    from torch._inductor import lowering  # 2.11 - 2.15
-
-    replace(stack, lowering, "index_impl_helper", _leaving_it_to_the_run)  # 2.11 - 2.15
-
-
 def numbers_of_written_rows(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.ir import ComputedBuffer  # 2.11 - 2.15
@@ -83,28 +76,6 @@ def _and_of_indices(symbols: Symbols) -> Symbols:
         return found
 
     return used
-
-
-def _leaving_it_to_the_run(look_up: Callable[..., object]) -> Callable[..., object]:
-    """Have a lookup in a shard without rows fail at run time, if there is an index, and not in its lowering."""
-    # Heavy, and only a compilation needs it.
-    from torch._inductor import lowering
-
-    @functools.wraps(look_up)
-    def looked_up(x: TensorBox, indices: Sequence[TensorBox | None], check: bool, wrap_neg: bool = True) -> object:
-        at = [(n, i) for n, i in zip(x.get_size(), indices, strict=False) if i is not None]
-        counts = [n for _, i in at for n in i.get_size()]
-        if not check or all(n != 0 for n, _ in at) or all(isinstance(n, (int, sympy.Integer)) for n in counts):
-            return look_up(x, indices, check, wrap_neg)
-        checked = functools.partial(_with_check, lowering.index_output_size_and_inner_fn)  # 2.11 - 2.15
-        with mock.patch.object(lowering, "index_output_size_and_inner_fn", checked):
-            return look_up(x, indices, False, wrap_neg)
-
-    return looked_up
-
-
-def _with_check(index: Callable[..., object], *args: object, **kwargs: object) -> object:
-    return index(*args, **kwargs | {"check": True})
 
 
 def _of_dims_known_to_be_one(make: Callable[..., Reindexer]) -> Callable[..., Reindexer]:
@@ -163,17 +134,6 @@ NUMBERS_OF_WRITTEN_ROWS = Patch(
     "computes itself is indirect, and its symbols are in its expression alone.",
     "2.11 - 2.14",
     numbers_of_written_rows,
-)
-
-LOOKUPS_IN_NO_ROWS = Patch(
-    "lookups_in_no_rows",
-    "torch._inductor.lowering.index_impl_helper",
-    "A rank looks up rows for other ranks. A rank without rows looks up none, but the number of lookups is known at "
-    "run time only, so Inductor refuses to compile.",
-    "The lowering of aten.index raises IndexError for a dim of 0 rows unless a size of the index is the number 0; "
-    "it may be a symbol that is 0 when the graph runs.",
-    "2.11 - 2.15",
-    lookups_in_no_rows,
 )
 
 ROWS_OF_GROUPS = Patch(

@@ -40,6 +40,7 @@ from shardcompile.compat.caches import set_in_cache_keys
 from shardcompile.compat.patch import LEFT_OUT, leave_out
 from shardcompile.compat.patches import all_patches
 from shardcompile.testing import LocalRanks, rank
+from tests.ranks.test_compiled_functions import mixed_modes
 from tests.support.tiers import often
 from tools.fuzz import REFUSED, RIGHT, Input, Program, judge
 
@@ -312,6 +313,7 @@ assert mode.get_total_counts() == 1
 
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
 WEIGHT, BIAS = random(4, 3), random(4)
+MODES = random(2, 2, 2, 3), random(2, 2, 3), random(2, 2, 3, 2), random(2, 2, 2)
 ROWS = [[3, 2], [1, 4]]
 SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
 
@@ -386,18 +388,6 @@ SCENES: dict[str, Callable[[], str]] = {
     ),
     "rows_of_groups": rows_of_groups,
     "broadcast_by_guards": rows_of_windows,
-    "lookups_in_no_rows": Fuzzed(
-        [
-            *('v1 = torch.einsum("ab,cd->cdab", a2, a2)', 'v5 = to(v1, "S(2)")', "v8 = v5.sum([1, 3], keepdim=True)"),
-            "v10 = v8.gather(2, torch.ones_like(v8, dtype=torch.int64).cumsum(2).mul(2).remainder(1))",
-        ],
-        [
-            Input("a0", (2, 1, 7), "S(2)", {0: [6, 1, 0]}, grad=True),
-            Input("a2", (1, 7), "S(1)", {0: [4, 3, 0]}, seed=173537),
-        ],
-        3,
-        "inductor",
-    ),
     "parts_own_no_memory": Fuzzed(
         [
             *("v0 = a0.sin()", "v1 = torch.cat([a0, v0], 0)", "v2 = v1.cumsum(0)", "v3 = v0 * v2[2:]"),
@@ -405,16 +395,6 @@ SCENES: dict[str, Callable[[], str]] = {
         ],
         [Input("a0", (2, 5), "S(1)", {0: [2, 3]})],
         2,
-        "inductor",
-    ),
-    "channels_last_of_known_sizes": Fuzzed(
-        [
-            *("v0 = a1.unflatten(0, [3, 1])", "v1 = F.conv1d(a1, weight(2, 6, 3), padding=1)"),
-            *("v2 = torch.where(torch.gt(v0, a0), v0, 2 * a0)", "v3 = whole(v2)"),
-            "v4 = v1.index_fill(0, torch.tensor([2, 1], dtype=torch.int64), 0.5)",
-        ],
-        [Input("a0", (3, 6, 3), "R S(0)", {1: [0, 3]}), Input("a1", (3, 6, 3), seed=15442)],
-        (2, 2),
         "inductor",
     ),
     "views_by_stride": SELECTED,
@@ -496,20 +476,6 @@ SCENES: dict[str, Callable[[], str]] = {
         3,
         "inductor",
     ),
-    "decompositions_ask_no_sizes": Fuzzed(
-        [
-            *("v0 = a3.logcumsumexp(0)", "v1 = a2.cummin(1)[0]  # if apart(a2, 1)", 'v4 = to(v1, "S(1)")'),
-            *("v4.unsqueeze_(0)", "v6 = v4.sum([0, 1], False)", "v7 = v6.clone()"),
-            *("v8 = F.pad(v7, [-1, 2], value=0.5)", 'v9 = to(v8, "S(0)")', "v12 = F.pad(v9, [1, 2], value=0.5)"),
-            "v13 = v12[7:]",
-        ],
-        [
-            Input("a2", (6, 1), "S(1)", {0: [0, 1, 0, 0]}, "float32", grad=True),
-            Input("a3", (1,), dtype="float32", grad=True),
-        ],
-        4,
-        "aot_eager_decomp_partition",
-    ),
     "plain_sizes_are_guarded": Fuzzed(
         ["v1 = a1 - a0", "v4 = a1.chunk(2, 0)[-1]", "v11 = v4.unbind(-1)[-1]"],
         [Input("a0", (6,), "S(0)", {0: [0, 6, 0]}), Input("a1", (6,))],
@@ -520,24 +486,6 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (2, 1), "S(0) S(0)", {1: [0, 1, 0, 1]}, grad=True), Input("a1", (2, 4))],
         (2, 2),
         "inductor",
-    ),
-    "guards_of_cached_code": Fuzzed(
-        [
-            *("v0 = a2 / (a0.abs() + 0.5)  # if away(a0, 0)", "v1 = torch.lerp(v0, a2.to(v0.dtype), 0.3)"),
-            *('v2 = to(a2, "S(1)")', "v3 = torch.view_as_real(torch.fft.rfftn(a2, s=[2, 1], dim=[1, 0], norm=None))"),
-            *("v4 = whole(v1)", "v5 = torch.cdist(v1, v1 + 1)", "v6 = (a2 > 0).any([0, -1], False)  # if away(a2, 0)"),
-            *("v7 = torch.cat([a1, v1, a1], -2)", "v8 = v2 @ a1", "v9 = v0.prod(1)"),
-            "v10 = v9 / (a2.abs() + 0.5)  # if away(a2, 0)",
-            "v11 = v9.to(torch.float8_e4m3fn).to(torch.float64)  # if rounds_alike(v9, torch.float8_e4m3fn)",
-            "v12 = v10[:4:2]",
-        ],
-        [
-            Input("a0", (1, 0), "S(1)", {0: [0, 0, 0, 0]}, grad=True, seed=167462),
-            Input("a1", (1, 0), "R", grad=True, seed=149145),
-            Input("a2", (2, 1), "S(0)", {0: [0, 0, 1, 1]}, grad=True, seed=219798),
-        ],
-        4,
-        "shardcompile",
     ),
     "sizes_stay_symbols": Fuzzed(
         ["v3 = a2.chunk(4, 1)[-1]", "v5 = v3.unfold(1, 1, 1)", "v5.copy_(weight(1)[0])"],
@@ -580,6 +528,13 @@ SCENES: dict[str, Callable[[], str]] = {
     "shards_of_modules_vary": buffer_of_a_module,
     "shards_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),
     "parameters_of_fully_shard": Refused(lambda mesh, x: fully_shard(with_parameter(x), mesh=mesh)),
+    "clamped_ends": Compiled(lambda x: mixed_modes(x, *MODES), lambda n: random(2, n, 6, 4), 1, [[3, 2], [1, 4]]),
+    "decisions_where_guards_are_suppressed": Compiled(
+        lambda x: nnf.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda n: random(2, 2, n, 4),
+        2,
+        [[5, 2], [3, 4]],
+    ),
     "values_of_state_dicts": values_of_state_dicts,
     "data_of_plain_tensors": Alone("data_of_plain_tensors", DATA_OF_A_PLAIN_TENSOR),
     "slices_by_formula": Compiled(lambda x: x[4:-1] * 2, lambda n: random(n, 3), 0, [[5, 2], [0, 7], [6, 1]]),
@@ -587,6 +542,64 @@ SCENES: dict[str, Callable[[], str]] = {
     "collectives_in_comm_debug_mode": Alone("collectives_in_comm_debug_mode", COUNTED_COLLECTIVES),
 }
 """By patch, a program that needs it."""
+
+RIGHT_NOW = {
+    "a lookup in no rows": Fuzzed(
+        [
+            *('v1 = torch.einsum("ab,cd->cdab", a2, a2)', 'v5 = to(v1, "S(2)")', "v8 = v5.sum([1, 3], keepdim=True)"),
+            "v10 = v8.gather(2, torch.ones_like(v8, dtype=torch.int64).cumsum(2).mul(2).remainder(1))",
+        ],
+        [
+            Input("a0", (2, 1, 7), "S(2)", {0: [6, 1, 0]}, grad=True),
+            Input("a2", (1, 7), "S(1)", {0: [4, 3, 0]}, seed=173537),
+        ],
+        3,
+        "inductor",
+    ),
+    "images with the channel last": Fuzzed(
+        [
+            *("v0 = a1.unflatten(0, [3, 1])", "v1 = F.conv1d(a1, weight(2, 6, 3), padding=1)"),
+            *("v2 = torch.where(torch.gt(v0, a0), v0, 2 * a0)", "v3 = whole(v2)"),
+            "v4 = v1.index_fill(0, torch.tensor([2, 1], dtype=torch.int64), 0.5)",
+        ],
+        [Input("a0", (3, 6, 3), "R S(0)", {1: [0, 3]}), Input("a1", (3, 6, 3), seed=15442)],
+        (2, 2),
+        "inductor",
+    ),
+    "joins, products and sums of few rows": Fuzzed(
+        [
+            *("v0 = a3.logcumsumexp(0)", "v1 = a2.cummin(1)[0]  # if apart(a2, 1)", 'v4 = to(v1, "S(1)")'),
+            *("v4.unsqueeze_(0)", "v6 = v4.sum([0, 1], False)", "v7 = v6.clone()"),
+            *("v8 = F.pad(v7, [-1, 2], value=0.5)", 'v9 = to(v8, "S(0)")', "v12 = F.pad(v9, [1, 2], value=0.5)"),
+            "v13 = v12[7:]",
+        ],
+        [
+            Input("a2", (6, 1), "S(1)", {0: [0, 1, 0, 0]}, "float32", grad=True),
+            Input("a3", (1,), dtype="float32", grad=True),
+        ],
+        4,
+        "aot_eager_decomp_partition",
+    ),
+    "guards on a minimum": Fuzzed(
+        [
+            *("v0 = a2 / (a0.abs() + 0.5)  # if away(a0, 0)", "v1 = torch.lerp(v0, a2.to(v0.dtype), 0.3)"),
+            *('v2 = to(a2, "S(1)")', "v3 = torch.view_as_real(torch.fft.rfftn(a2, s=[2, 1], dim=[1, 0], norm=None))"),
+            *("v4 = whole(v1)", "v5 = torch.cdist(v1, v1 + 1)", "v6 = (a2 > 0).any([0, -1], False)  # if away(a2, 0)"),
+            *("v7 = torch.cat([a1, v1, a1], -2)", "v8 = v2 @ a1", "v9 = v0.prod(1)"),
+            "v10 = v9 / (a2.abs() + 0.5)  # if away(a2, 0)",
+            "v11 = v9.to(torch.float8_e4m3fn).to(torch.float64)  # if rounds_alike(v9, torch.float8_e4m3fn)",
+            "v12 = v10[:4:2]",
+        ],
+        [
+            Input("a0", (1, 0), "S(1)", {0: [0, 0, 0, 0]}, grad=True, seed=167462),
+            Input("a1", (1, 0), "R", grad=True, seed=149145),
+            Input("a2", (2, 1), "S(0)", {0: [0, 0, 1, 1]}, grad=True, seed=219798),
+        ],
+        4,
+        "shardcompile",
+    ),
+}
+"""Programs that needed a patch before the sizes of shards were symbols on all ranks."""
 
 WITHOUT_A_PROGRAM = {
     "compiled_once": "values are right without it, and code is compiled by all: see test_compiled_once.py",
@@ -599,8 +612,6 @@ WITHOUT_A_PROGRAM = {
     "backward_before_forward": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "captures_with_collectives": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "mixed_reductions_by_hint": "it is of kernels of GPUs: see test_gpu_kernels.py",
-    "clamped_ends": "it was written for `test_modes_of_images_that_are_partition_along_their_height`; nothing smaller is known",
-    "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted shards",
     "later_traces": "it puts in symbols_of_shards",
     "symbols_of_shards": "not found: shards that are as large as other dims, with partitions that a run gives",
 }
@@ -609,7 +620,6 @@ WITHOUT_A_PROGRAM = {
 RIGHT_SINCE = {
     "order_by_divisors": (2, 13),  # prefix masks through Inductor (test_flex_attention.py) still need it
     "reads_after_writes": (2, 14),
-    "channels_last_of_known_sizes": (2, 11),
 }
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
 of them, we trace other ones, or a part of what they do has come to torch. Other programs may still go wrong, so the
@@ -655,6 +665,12 @@ def test_every_patch_says_what_it_is_for() -> None:
 def test_right_with_it(name: str) -> None:
     with compiled_anew():
         assert SCENES[name]() == RIGHT
+
+
+@pytest.mark.parametrize("name", often(list(RIGHT_NOW), 0))
+def test_right_without_a_patch(name: str) -> None:
+    with compiled_anew():
+        assert RIGHT_NOW[name]() == RIGHT
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -279,7 +279,7 @@ def test_a_sparse_tensor_of_sharded_parts_is_refused_and_one_of_full_parts_is_pl
         for x, sharded in ((places, which != "values"), (values, which != "indices"))
     ]
     for options in ([], [(4, 3)]):
-        with pytest.raises(RuntimeError, match="returns a torch.sparse_coo|its data is not allocated yet"):
+        with pytest.raises(RuntimeError, match=r"returns a torch.sparse_coo|its data is not allocated yet"):
             torch.sparse_coo_tensor(*parts, *options)
         full = [x.full_tensor() if isinstance(x, sc.ShardTensor) else x for x in parts]
         made = torch.sparse_coo_tensor(*full, *options)
