@@ -50,8 +50,7 @@ def _backends() -> Iterator[str]:
     if not dist.is_available():
         yield "torch.distributed is not available"
         return
-    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    yield "backends: " + ", ".join(name for name, is_there in backends.items() if is_there)
+    yield "backends: " + ", ".join(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield "devices: " + ", ".join(["cpu", *gpus])
 
