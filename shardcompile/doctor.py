@@ -29,9 +29,10 @@ _PACKAGES = ("sympy", "numpy", "depyf", "triton")
 
 def report() -> tuple[str, bool]:
     """Returns the report, and whether the compiled step was right and one graph."""
+    backends = [*_backends()]  # ranks in one process have one of their own
     step, is_right = _compiled_step()
     try_all()
-    parts = [*_versions(), "", *_backends(), "", f"compiled step: {step}", "", *_settings(), "", *_patches()]
+    parts = [*_versions(), "", *backends, "", f"compiled step: {step}", "", *_settings(), "", *_patches()]
     return "\n".join(parts), is_right
 
 
@@ -50,7 +51,8 @@ def _backends() -> Iterator[str]:
     if not dist.is_available():
         yield "torch.distributed is not available"
         return
-    yield "backends: " + ", ".join(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+    found = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    yield "backends: " + ", ".join(name for name in found if name != dist.Backend.UNDEFINED)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield "devices: " + ", ".join(["cpu", *gpus])
 
