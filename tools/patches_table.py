@@ -10,6 +10,7 @@ from shardcompile.compat.patch import Patch, versions_of
 from shardcompile.compat.patches import all_patches
 from shardcompile.compat.settings import SETTINGS
 
+REPORTS = Path(__file__).parents[1] / "shardcompile" / "compat" / "reports"
 PAGE = Path(__file__).parents[1] / "docs" / "patches.md"
 
 KINDS = {
@@ -69,13 +70,15 @@ def written() -> str:
 
 
 def _row(patch: Patch) -> str:
-    cells = patch.name, patch.what, patch.reason, _reported(patch.upstream), patch.versions
+    cells = patch.name, patch.what, patch.reason, _reported(patch), patch.versions
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _reported(text: str) -> str:
-    links = [f"[{number}]({link})" for link, number in ((m.group(0), m.group(1)) for m in LINK.finditer(text))]
-    return ", ".join(links) if links else "not yet"
+def _reported(patch: Patch) -> str:
+    found = [f"[{m.group(1)}]({m.group(0)})" for m in LINK.finditer(patch.upstream)]
+    if (REPORTS / f"{patch.name}.md").exists():
+        found.append(f"`compat/reports/{patch.name}.md`")
+    return ", ".join(found) if found else "not yet"
 
 
 if __name__ == "__main__":
