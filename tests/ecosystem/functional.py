@@ -354,9 +354,10 @@ COND = (
     )
     + IN_SHARDS
 )
-WHILE = NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_SHARDS
-WHILE_COMPILED = (
-    "get_tensor_storages does not support traceable wrapper subclasses" if torch.__version__ >= "2.13" else WHILE
+WHILE = (
+    "get_tensor_storages does not support traceable wrapper subclasses"
+    if torch.__version__ >= "2.13"  # which asks for storages before it asks the tensor
+    else NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_SHARDS
 )
 SCAN = (
     NO_LAYOUT
@@ -402,7 +403,7 @@ CASES = [
         (HIGHER, "`cond`, plain predicate", _cond, COND, COND),
         (HIGHER, "`cond`, sharded predicate", _cond_sharded_flag, COND, COND),
         (HIGHER, "`cond`, branches that use a sharded tensor from outside", _cond_captured, COND, COND),
-        (HIGHER, "`while_loop`", _while_loop, WHILE, WHILE_COMPILED),
+        (HIGHER, "`while_loop`", _while_loop, WHILE, WHILE),
         (HIGHER, "`while_loop`, a body that uses a sharded tensor from outside", _while_captured, WHILE, WHILE),
         (HIGHER, "`scan` along a whole dim", _scan, SCAN, SCAN),
         (HIGHER, "`associative_scan` along a whole dim", _associative_scan, RIGHT, RIGHT),
