@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardcompile.compat.fingerprints import KNOWN_VERSIONS
-from shardcompile.compat.patch import Patch, versions_of
+from shardcompile.compat.fingerprints import KNOWN_VERSIONS, version_of
+from shardcompile.compat.patch import Patch
 from shardcompile.compat.patches import all_patches
 from shardcompile.compat.settings import SETTINGS
 
@@ -19,7 +19,7 @@ KINDS = {
     "sharing": "One rank compiles for all",
 }
 WHAT = {
-    "bug": "A program is wrong, or does not compile, without the patch. Most are wrong without sharded tensors too.",
+    "bug": "A program is wrong, or does not compile, without the patch.",
     "sizes": "They keep the size of a shard from becoming a number of the graph, or from being guarded on: other ranks "
     "have other sizes. [Unbacked sizes](decisions/unbacked-shard-sizes.md) says what would replace them.",
     "sharing": "They put an election around PyTorch's caches, and make their entries portable.",
@@ -30,7 +30,7 @@ LINK = re.compile(r"https://github\.com/pytorch/pytorch/(?:issues|pull)/(\d+)")
 def written() -> str:
     """The page."""
     patches = all_patches()
-    counts = " | ".join(str(sum(version in versions_of(p) for p in patches)) for version in KNOWN_VERSIONS)
+    counts = " | ".join(str(sum(p.is_needed_by(version_of(version)) for p in patches)) for version in KNOWN_VERSIONS)
     parts = [
         "# Changes to PyTorch",
         "",

@@ -30,9 +30,8 @@ def trace_size_obliviously() -> None:
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
     make_decisions_rank_invariant()
     stack = _COMPILATION[0]
-    if not trace_obliviously(stack):
-        return
-    put_in(OF_A_COMPILATION, stack)
+    if trace_obliviously(stack):
+        put_in(OF_A_COMPILATION, stack)
 
 
 def make_decisions_rank_invariant() -> None:

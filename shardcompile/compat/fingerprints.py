@@ -53,7 +53,7 @@ def recorded(version: str) -> dict[str, str]:
 def fingerprint(found: Any) -> str:
     """A hash of what a function does, or of how it is called if its source cannot be read.
 
-    Docstrings, comments and layout do not count. For a class it is that of its methods' names.
+    Docstrings, comments and layout do not count.
     """
     function = inspect.unwrap(getattr(found, "__func__", found)) if callable(found) else found
     try:
@@ -67,9 +67,8 @@ def _code_of(function: Any) -> str:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         body: object = getattr(node, "body", None)
+        # A docstring, or another constant that does nothing.
         first = body[0] if isinstance(body, list) and body else None
-        if (
-            isinstance(body, list) and isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-        ):  # a docstring
-            body.remove(first)
+        if isinstance(body, list) and isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            del body[0]
     return ast.dump(tree)

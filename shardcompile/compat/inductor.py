@@ -15,7 +15,7 @@ from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
 from shardcompile.compat.cuda_graphs import OF_CUDA_GRAPHS
 from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS
-from shardcompile.compat.partitioner import Partitioner
+from shardcompile.compat.partitioner import around
 from shardcompile.compat.patch import Patch, put_in_once, replace
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def compile_with_inductor(
     of_mode = {} if mode is None else list_mode_options(mode)
     settings = {**defaults, **of_mode, **options}
     inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
-    settings["custom_partitioner_fn"] = inner if isinstance(inner, Partitioner) else Partitioner(inner)
+    settings["custom_partitioner_fn"] = around(inner)  # type: ignore[arg-type]
     compiled: Any = compile_fx(model, inputs, config_patches=settings)
     return compiled
 

@@ -57,6 +57,11 @@ class Partitioner(CustomPartitionerFn):
         return get_hash_for_files((__file__,)), None if self.inner is None else self.inner.uuid()
 
 
+def around(inner: CustomPartitionerFn | None) -> Partitioner:
+    """Returns a `Partitioner` that calls another one, unless that is one itself."""
+    return inner if isinstance(inner, Partitioner) else Partitioner(inner)
+
+
 def partition(
     inner: Partition, joint: GraphModule, inputs: Sequence[object], *, num_fwd_outputs: int, **kwargs: object
 ) -> tuple[GraphModule, GraphModule]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from shardcompile.compat.fingerprints import (
     KNOWN_VERSIONS,
+    Version,
     fingerprint,
     is_known,
     recorded,
@@ -56,15 +57,12 @@ class Patch:
     @property
     def is_needed(self) -> bool:
         """Whether the running version of torch needs it; a newer one than is known needs what the newest known does."""
+        return self.is_needed_by(min(running_version(), version_of(KNOWN_VERSIONS[-1])))
+
+    def is_needed_by(self, version: Version) -> bool:
+        """Whether a known version of torch needs it."""
         first, _, last = self.versions.partition(" - ")
-        running = min(running_version(), version_of(KNOWN_VERSIONS[-1]))
-        return version_of(first) <= running <= version_of(last or first)
-
-
-def versions_of(patch: Patch) -> tuple[str, ...]:
-    """The known versions of torch that need a patch."""
-    first, _, last = patch.versions.partition(" - ")
-    return tuple(v for v in KNOWN_VERSIONS if version_of(first) <= version_of(v) <= version_of(last or first))
+        return version_of(first) <= version <= version_of(last or first)
 
 
 class Changed(Exception):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._inductor import config as _inductor_config  # 2.11 - 2.15
 from torch.fx.experimental import _config as _symbolic_shapes_config  # 2.11 - 2.15
 
-from shardcompile.compat.partitioner import Partitioner
+from shardcompile.compat.fingerprints import running_version
+from shardcompile.compat.partitioner import around
 
 SETTINGS = (
     (
@@ -41,12 +41,10 @@ SETTINGS = (
 
 def settle(stack: contextlib.ExitStack) -> None:
     """Changes the settings that every graph with sharded tensors needs until a stack is closed."""
-    inner = _inductor_config.custom_partitioner_fn
-    if not isinstance(inner, Partitioner):
-        stack.enter_context(_inductor_config.patch(custom_partitioner_fn=Partitioner(inner)))
+    stack.enter_context(_inductor_config.patch(custom_partitioner_fn=around(_inductor_config.custom_partitioner_fn)))
     stack.enter_context(_inductor_config.patch(shape_padding=False))
     stack.enter_context(_functorch_config.patch(force_non_lazy_backward_lowering=True))
-    if torch.__version__ >= "2.15":
+    if running_version() >= (2, 15):
         stack.enter_context(_functorch_config.patch(donated_buffer=False))
 
 

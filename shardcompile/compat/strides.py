@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
 from torch.utils._sympy.value_ranges import ValueRangeError  # 2.11 - 2.15
@@ -27,8 +26,7 @@ def strides_after_sizes(stack: contextlib.ExitStack) -> None:
 
 def return_strides_after_sizes() -> None:
     """Puts in what runs in each call of a compiled function."""
-    if torch.__version__ < "2.12":
-        put_in_once(STRIDES_AFTER_SIZES)
+    put_in_once(STRIDES_AFTER_SIZES)
 
 
 def order_by_divisors(stack: contextlib.ExitStack) -> None:
