@@ -229,10 +229,8 @@ def _keeping(shared: _Shared, write: Function) -> Function:
 def _publishing(shared: _Shared, save: Function, of_all_ranks: Callable[[], bool]) -> Function:
     @functools.wraps(save)
     def saved(key: str, *args: object, **named: object) -> None:
-        try:
-            save(key, *args, **named)
-        finally:
-            shared.publish(key, of_all_ranks())
+        save(key, *args, **named)  # where it raises, _saying_failures says so
+        shared.publish(key, of_all_ranks())
 
     return saved
 
