@@ -37,6 +37,11 @@ from shardcompile.passes.schedule.tasks import Bucket, Tasks
 FIRST_SPAN = 16.0
 """How long a bucket may transfer at the first attempt, in latencies. Latency is then a 17th of its time."""
 
+JOINT_SPANS = (1.0, 1 / 8, 1 / 16)
+"""Spans that are tried first, for all groups at once, relative to `FIRST_SPAN`: where two groups hold up the same work,
+buckets of one alone gain nothing.
+"""
+
 STEP = 4.0
 """The factor between one attempt and the next."""
 
@@ -134,8 +139,6 @@ class BucketSearch:
     ) -> None:
         self.graph, self.model, self.traffic, self.bucket_bytes = graph, model, traffic, bucket_bytes
         self.divides = divides
-        self._tried: set[tuple[tuple[int, ...], ...]] = set()
-        self._too_large: set[Hashable] = set()  # groups whose tried buckets exceeded the memory limit
         self._cost_functions: dict[str, Callable[[Traffic], Price]] = {}  # by group
         self.closure = Closure(graph, [c.node for group in groups.values() for c in group])
         self.groups = {key: group for key, group in groups.items() if self._may_share(group)}
@@ -148,20 +151,32 @@ class BucketSearch:
         """Returns the buckets, each as the starts of its members; none if the graph is fastest without."""
         if not self.groups:
             return []
-        self._evaluate_input()
+        outline = self._prepare()
+        found = [(self._search(outline, yields), self.best) for yields in outline.yield_variants]
+        chosen = min(found, key=lambda each: each[1])[0]
+        return [[c.collective.node for c in bucket] for bucket in self._divide(chosen)]
+
+    def _search(self, outline: Outline, yields: bool) -> dict[Hashable, _Option]:
+        """Returns the fastest options for schedules that yield, or for those that do not."""
+        self._tried: set[tuple[tuple[int, ...], ...]] = set()
+        self._too_large: set[Hashable] = set()  # groups whose tried buckets exceeded the memory limit
+        self._evaluate_input(outline, yields)
         chosen: dict[Hashable, _Option] = {}
         worthwhile = [
             key for key in self.divisible if _saved_latency(self.divisible[key]) >= MIN_LATENCY_SHARE * self.best[1]
         ]
         if self.divides:
+            spans = {key: FIRST_SPAN * max(c.price.latency for c in self.divisible[key]) for key in worthwhile}
+            for share in JOINT_SPANS:
+                self._attempt({key: _Option(share * span) for key, span in spans.items()}, chosen)
             for key in sorted(worthwhile, key=lambda key: -_saved_latency(self.divisible[key])):
                 self._improve(key, chosen)
         else:
             self._attempt(dict.fromkeys(worthwhile, _ONE_BUCKET), chosen)
-        return [[c.collective.node for c in bucket] for bucket in self._divide(chosen)]
+        return chosen
 
-    def _evaluate_input(self) -> None:
-        """Computes the costs and the schedule of the input graph."""
+    def _prepare(self) -> Outline:
+        """Computes the costs and the candidates of the input graph."""
         costs, edges = GraphCosts.of(self.graph, self.model), Edges.of(self.graph)
         self.limit = byte_limit(self.graph, costs)
         self.tasks = Tasks.of(edges, costs)
@@ -181,9 +196,13 @@ class BucketSearch:
                 self.divisible.setdefault((key, early), []).append(candidate)
         for candidates in self.divisible.values():
             candidates.sort(key=lambda c: (c.needed, c.task))
-        self.best, self.longest_first = (math.inf, math.inf), False
+        return outline
+
+    def _evaluate_input(self, outline: Outline, yields: bool) -> None:
+        """Schedules the input graph by two policies, and keeps the better one for its buckets."""
+        self.best, self.longest_first, self.yields = (math.inf, math.inf), False, yields
         for longest_first in (False, True):
-            found = self._scored(outline, quick_policy(outline, self.limit, longest_first))
+            found = self._score_of(outline, longest_first)
             if found < self.best:
                 self.best, self.longest_first = found, longest_first
 
@@ -258,10 +277,11 @@ class BucketSearch:
         """Returns the score of a division, or any worse score if it is certainly worse than the best one."""
         buckets = [Bucket(tuple(c.task for c in bucket), self._bucket_cost(bucket)) for bucket in divided]
         outline = Outline(self.tasks.joined(buckets))
-        return self._scored(outline, quick_policy(outline, self.limit, self.longest_first))
+        return self._score_of(outline, self.longest_first)
 
-    def _scored(self, outline: Outline, policy: SchedulingPolicy) -> Score:
+    def _score_of(self, outline: Outline, longest_first: bool) -> Score:
         over, seconds = self.best
+        policy = replace(quick_policy(outline, self.limit, longest_first), yields=self.yields)
         return score(outline, policy if over else replace(policy, until=seconds - _contention(outline)), self.limit)
 
     # --------------------------------------------------------------------------------------- dividing

@@ -34,6 +34,8 @@ class SchedulingPolicy:
         leads: whether tasks that no later work waits for, such as the gradients of weights, fill gaps: they run when
             nothing else can, or when memory is scarce. Otherwise all tasks lead.
         release: by compute task: the time before which it is not taken; it may be taken later. None for no such times.
+        yields: whether a collective is held back where a more urgent one of another group on its link would wait for
+            it.
         until: a schedule that takes longer is useless: it is given up as soon as that is certain.
         most: the same for a schedule that holds more bytes.
     """
@@ -45,6 +47,7 @@ class SchedulingPolicy:
     limit: float
     leads: bool = False
     release: Sequence[float] | None = None
+    yields: bool = True
     until: float = math.inf
     most: float = math.inf
 
@@ -84,6 +87,7 @@ class Outline:
         takes: by task: whether it is a compute task that allocates more memory than it frees.
         tails: by task, see `tails`.
         missing: by task: the number of tasks that it has to follow, `prepares` not counted.
+        sharing: by group: the others that use the same link.
         seconds: total of all tasks on the compute stream.
         busy: by group: total seconds of its collectives.
     """
@@ -102,6 +106,10 @@ class Outline:
         self.missing = [
             len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before
         ]
+        # Groups are ordered by their first start, since their names differ between ranks.
+        groups = list(dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream)))
+        link = {g: tasks.link.get(g) or g for g in groups}
+        self.sharing = {g: [h for h in groups if h != g and link[h] == link[g]] for g in groups}
         self.seconds = math.fsum(tasks.seconds)
         self.busy = dict.fromkeys(tasks.stream.values(), 0.0)
         for s, group in tasks.stream.items():
@@ -123,6 +131,11 @@ class Outline:
                 start = tasks.start_of[n]
                 first[start] = min(first[start], use[n])
         return first
+
+    @property
+    def yield_variants(self) -> tuple[bool, ...]:
+        """The values of `SchedulingPolicy.yields` that may make a difference."""
+        return (True, False) if any(self.sharing.values()) else (True,)
 
     @functools.cached_property
     def fillers(self) -> set[int]:

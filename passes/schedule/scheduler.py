@@ -5,6 +5,9 @@ memory an early start may take: the bytes held at each position of the compute i
 is needed. A result that comes early is held from its start to its first use. It is allowed where the curve leaves room
 for it all that time, so that compute is not delayed later. A payload that waits for its reduction counts too, and
 compute waits for reductions where it would exceed the limit.
+
+Groups that use the same link take turns on it. A collective is held back where a more urgent one of another group would
+have to wait for its transfer, as for that of the last layer's weight, which no one needs yet.
 """
 
 from __future__ import annotations
@@ -56,11 +59,9 @@ class Scheduler:
         self._work: list[tuple[float, int, int]] = []
         self._unreleased: list[tuple[float, int, int]] = []  # ready, but not released, see `SchedulingPolicy.release`
         self._streams = Streams(tasks.link)
-        # Groups are ordered by their first start, since their names differ between ranks.
-        groups = list(dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream)))
         self._early: list[tuple[float, int]] = []  # collectives that grow, by their due time
-        self._growing: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
-        self._shrinking: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
+        self._growing: dict[str, list[tuple[float, int]]] = {g: [] for g in outline.sharing}
+        self._shrinking: dict[str, list[tuple[float, int]]] = {g: [] for g in outline.sharing}
         self._ends: dict[int, float] = {}
         self._waits: list[tuple[float, int]] = []
         self._freeing: list[tuple[float, int]] = []  # waits for collectives that free memory
@@ -244,7 +245,7 @@ class Scheduler:
             if free_at >= horizon:
                 continue
             best = self._best(growing, shrinking)
-            if best is not None:
+            if best is not None and not (self.policy.yields and self._would_delay(best, group)):
                 self._take(best)
                 return True
         return False
@@ -265,14 +266,35 @@ class Scheduler:
 
     def _best(self, growing: list[tuple[float, int]], shrinking: list[tuple[float, int]]) -> int | None:
         """Returns the more urgent of the two front collectives; one that grows only if there is memory for it."""
-        for heap in (growing, shrinking):
-            while heap and self._taken[heap[0][1]]:
-                heapq.heappop(heap)
+        self._front(growing)
+        self._front(shrinking)
         if growing and (not shrinking or growing[0][0] <= shrinking[0][0]) and self._fits(growing[0][1]):
-            return heapq.heappop(growing)[1]
+            return growing[0][1]
         if shrinking:
-            return heapq.heappop(shrinking)[1]
-        return heapq.heappop(growing)[1] if growing and self._fits(growing[0][1]) else None
+            return shrinking[0][1]
+        return growing[0][1] if growing and self._fits(growing[0][1]) else None
+
+    def _would_delay(self, n: int, group: str) -> bool:
+        """Whether a collective would delay a more urgent one of another group that shares its link.
+
+        The other group is busy until the more urgent one can start, so the link is idle for a while if this one is held
+        back for it. It is where that is shorter than the delay.
+        """
+        price, urgency = self.tasks.price[n], self.policy.urgency
+        begins = self._streams.transfers_at(group, self.now, price.latency)
+        for other in self.outline.sharing[group]:
+            free_at = self._streams.free_at(other)
+            if free_at <= self.now:
+                continue
+            for heap in (self._growing[other], self._shrinking[other]):
+                m = self._front(heap)
+                if m is None or urgency[m] >= urgency[n]:
+                    continue
+                could_begin = self._streams.transfers_at(other, self.now, self.tasks.price[m].latency)
+                delay = begins + price.transfer - could_begin
+                if delay > max(could_begin - begins, 0.0) and (not self.outline.grows[m] or self._fits(m)):
+                    return True
+        return False
 
     def _fits(self, n: int) -> bool:
         """Whether the result of a collective may be held from now to its first use."""

@@ -72,13 +72,12 @@ class _Finder:
 
     def attempt(self, policy: SchedulingPolicy) -> bool:
         """Schedules by a policy, with less memory where it exceeds the limit; returns whether it is the best so far."""
-        if self.done:
-            return False
-        found = self._schedule_within_limit(policy)
-        if self.best.order and self._score(found) >= self._score(self.best):
-            return False
-        self.best = found
-        return True
+        is_better = False
+        for yields in () if self.done else self.outline.yield_variants:
+            found = self._schedule_within_limit(replace(policy, yields=yields))
+            if not self.best.order or self._score(found) < self._score(self.best):
+                self.best, is_better = found, True
+        return is_better
 
     def _schedule_within_limit(self, policy: SchedulingPolicy) -> Schedule:
         # Where the best one keeps to the limit, a slower schedule is no candidate.

@@ -104,6 +104,11 @@ class Streams:
         """Returns when a group can start its next collective."""
         return self._free_at.get(group, 0.0)
 
+    def transfers_at(self, group: str, now: float, latency: float) -> float:
+        """Returns when a collective would begin to transfer; for the arguments see `run`."""
+        start = max(now, self._free_at.get(group, 0.0))
+        return max(start + latency, self._link_free_at.get(self._link.get(group, ""), 0.0))
+
     def run(self, group: str, now: float, latency: float, seconds: float) -> tuple[float, float]:
         """Runs a collective; returns its start and its end.
 

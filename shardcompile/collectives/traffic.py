@@ -13,6 +13,7 @@ even shards take the ring; a reduction runs in the opposite order. That takes on
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def _known_sizes(partition: GroupPartition, total: Any, ranks: int | None) -> tu
         return tuple(partition.sizes) if all(map(is_number, partition.sizes)) else None
     if ranks is None or not is_number(partition.key) or (partition.key == CHUNK_KEY and not is_number(total)):
         return None
+    # A scale that is a symbol is the same for all shards, so any value gives the same fractions.
+    partition = dataclasses.replace(partition, grouping=[compat.size_hint(n) for n in partition.grouping])
     try:
         return partition.shards(total, ranks)
     except (LookupError, ShardError):  # the key is of another process

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardcompile import machines
+from shardcompile.collectives.traffic import GroupShards, shares
 from shardcompile.machines import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost import operations
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, GraphCosts
@@ -25,6 +26,8 @@ from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.plan import key_of
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.simulator import simulate
+from shardcompile.sharding import GroupPartition
+from shardcompile.sharding.sizes import key_of as key_of_sizes
 from tests.support.lockstep import world_of
 
 aten = torch.ops.aten
@@ -457,3 +460,13 @@ def test_shards_of_a_known_partition_count_as_the_largest_of_them() -> None:
 )
 def test_whether_a_group_is_in_one_node_is_told_by_its_ranks(ranks: list[int], world: int, spread: bool) -> None:
     assert machines.spans_nodes(list(ranks), world) is spread
+
+
+def test_shards_are_numbers_where_their_scale_is_a_symbol() -> None:
+    """Segments of a size that is a symbol, in a static partition: each rank's fraction is known."""
+    rows = Builder().input(6, 4, dynamic=[0]).meta["val"].shape[0]
+    key = key_of_sizes((2, 0, 1), [3])
+    partition = GroupPartition([], key, [1, 0, rows])
+    found = GroupShards.of(partition, 3 * rows, 3)
+    assert found.sizes is not None and all(type(n) is int for n in found.sizes)
+    assert shares(found, 3) == [2 / 3, 0.0, 1 / 3]

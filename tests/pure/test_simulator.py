@@ -27,7 +27,7 @@ from shardcompile.passes.schedule.overlap import best_order
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import due_times, latest, quick_policies
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, simulate
-from shardcompile.passes.schedule.tasks import Tasks
+from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 from tests.support.work import calls
 
 aten = torch.ops.aten
@@ -326,6 +326,24 @@ def test_groups_that_share_a_link_take_turns_on_it() -> None:
     assert simulate(list(p.graph.nodes), prices).total == 5.0
     assert simulate(list(p.graph.nodes), shared).total == 1 + 4 + 4
     assert lower_bound(p.graph, shared) == 1 + 4 + 4
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.5])
+def test_a_collective_does_not_delay_a_more_urgent_one_of_another_group_on_its_link(latency: float) -> None:
+    p = Program()
+    x = p.input()
+    first, second, last = p.start(2.0, x, "h"), p.start(2.0, x, "h"), p.start(10.0, x, "g")
+    worked = p.op(4.0, p.wait(second), p.op(1.0, p.wait(first)))
+    prices = p.prices(p.op(1.0, p.wait(last), worked))
+    starts = dict.fromkeys((first, second, last), latency)
+    prices = replace(prices, latency=starts, link={"g": "wire", "h": "wire"})
+    edges = Edges.of(p.graph)
+    outline = Outline(Tasks.of(edges, prices))
+    for policy in quick_policies(outline, math.inf):
+        found = Scheduler(outline, policy).run()
+        replayed = simulate(nodes_in_order(edges, outline.tasks, found.order), prices)
+        assert found.total == pytest.approx(2 + 2 + (10 - latency) + 1)
+        assert replayed.total == pytest.approx(found.total)
 
 
 def test_the_bound_with_perfect_buckets_counts_one_latency_for_a_group() -> None:
