@@ -205,7 +205,7 @@ OF_A_COMPILATION = (
         "clone_preserve_strides (in Python, and in C++ from 2.15 on) makes a tensor as long as a storage of unbacked "
         "sizes. It computes the length as if there were elements, and asserts size >= 0 at run time: it should clamp "
         "the length to at least 0.",
-        "2.11 - 2.14",
+        "2.11 - 2.15",
         storage_of_no_rows,
     ),
     Patch(
@@ -216,7 +216,7 @@ OF_A_COMPILATION = (
         "joined shards in another order, without a word.",
         "GraphLowering.run_node requires strides of outputs and of inputs of as_strided, and compile_fx reports them, "
         "only without unbacked symbols: assert_size_stride of the backward pass fails (size 7==7, stride 1==2).",
-        "2.11 - 2.14",
+        "2.11 - 2.15",
         saved_as_traced,
     ),
     Patch(
@@ -226,7 +226,7 @@ OF_A_COMPILATION = (
         "whether the part is dense. A rank whose shard has one column gets another answer than its neighbours.",
         "The fake kernel of aten.copy guards on the sizes of what it copies (is it dense?), and gives the result the "
         "same strides either way.",
-        "2.11 - 2.14",
+        "2.11 - 2.15",
         copies_by_hint,
         kind="sizes",
     ),
@@ -247,7 +247,7 @@ OF_A_COMPILATION = (
         "When Inductor lowers a view it compares strides, and so asks for the size of a shard.",
         "Inductor's view lowering computes strides with guards although backed_size_oblivious is on: pass "
         "size_oblivious=True to _compute_stride from GraphLowering, as the fake kernels do.",
-        "2.11 - 2.14",
+        "2.11 - 2.15",
         views_by_stride,
         kind="sizes",
     ),
@@ -258,7 +258,7 @@ OF_A_COMPILATION = (
         "compares sizes with 1. The check can only raise.",
         "_debug_has_internal_overlap guards on backed symbols when called on fake tensors; it should answer by hints, "
         "since it is a check that can only raise.",
-        "2.11 - 2.14",
+        "2.11 - 2.15",
         overlap_by_hint,
         kind="sizes",
     ),

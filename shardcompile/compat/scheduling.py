@@ -132,7 +132,7 @@ NUMBERS_OF_WRITTEN_ROWS = Patch(
     "only, the code may use this number before it defines it: UnboundLocalError.",
     "ReadWrites.get_free_symbol_uses has the symbols of reads and writes, but not of index_exprs: an index that a loop "
     "computes itself is indirect, and its symbols are in its expression alone.",
-    "2.11 - 2.14",
+    "2.11 - 2.15",
     numbers_of_written_rows,
 )
 

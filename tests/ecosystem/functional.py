@@ -354,11 +354,10 @@ COND = (
     )
     + IN_SHARDS
 )
-WHILE = (
-    "get_tensor_storages does not support traceable wrapper subclasses"
-    if torch.__version__ >= "2.13"  # which asks for storages before it asks the tensor
-    else NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_SHARDS
-)
+STORAGES = "get_tensor_storages does not support traceable wrapper subclasses"
+NO_WHILE = NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_SHARDS
+WHILE = STORAGES if "2.13" <= torch.__version__ < "2.15" else NO_WHILE
+WHILE_CAPTURED = STORAGES if torch.__version__ >= "2.13" else NO_WHILE
 SCAN = (
     NO_LAYOUT
     + (
@@ -404,7 +403,13 @@ CASES = [
         (HIGHER, "`cond`, sharded predicate", _cond_sharded_flag, COND, COND),
         (HIGHER, "`cond`, branches that use a sharded tensor from outside", _cond_captured, COND, COND),
         (HIGHER, "`while_loop`", _while_loop, WHILE, WHILE),
-        (HIGHER, "`while_loop`, a body that uses a sharded tensor from outside", _while_captured, WHILE, WHILE),
+        (
+            HIGHER,
+            "`while_loop`, a body that uses a sharded tensor from outside",
+            _while_captured,
+            WHILE,
+            WHILE_CAPTURED,
+        ),
         (HIGHER, "`scan` along a whole dim", _scan, SCAN, SCAN),
         (HIGHER, "`associative_scan` along a whole dim", _associative_scan, RIGHT, RIGHT),
         (HIGHER, "`map` along a whole dim", _map, MAP, MAP),

@@ -71,7 +71,7 @@ WITHOUT = {
     "_save_copies": lambda *graphs: None,
 }
 BACKENDS = {"merge_equal_nodes": "inductor", "_save_symbols": "inductor"}
-RIGHT_SINCE = {"_save_copies": (2, 14), "_save_symbols": (2, 14)}
+RIGHT_SINCE = {"_save_copies": (2, 14), "_save_symbols": (2, 14), "merge_equal_nodes": (2, 15)}
 
 
 @contextlib.contextmanager
