@@ -280,7 +280,7 @@ OF_A_COMPILATION = (
         "leaves a guard, which a shard of one row fails.",
         "are_strides_like_channels_last_or_false compares `min == strides[1]` with a guard, between comparisons that "
         "leave none: guard_or_true would do.",
-        "2.11 - 2.13",
+        "2.11 - 2.15",
         channels_last_by_hint,
         kind="sizes",
     ),
