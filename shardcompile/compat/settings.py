@@ -27,9 +27,10 @@ SETTINGS = (
         "the forward pass at its first call, when these settings and the patches of a compilation are gone.",
     ),
     (
-        "torch._functorch.config.donated_buffer (2.15)",
+        "torch._functorch.config.donated_buffer (2.11, 2.15)",
         "Inductor does not write to saved tensors. Torch 2.15 repeats the wait for a result that the backward pass "
-        "needs, and saves both results: two tensors of one memory.",
+        "needs, and saves both results: two tensors of one memory. Torch 2.11 takes saved sizes for tensors when it "
+        "looks for those to write to, and fails.",
     ),
     (
         "torch.fx.experimental._config.backed_size_oblivious",
@@ -44,7 +45,7 @@ def settle(stack: contextlib.ExitStack) -> None:
     stack.enter_context(_inductor_config.patch(custom_partitioner_fn=around(_inductor_config.custom_partitioner_fn)))
     stack.enter_context(_inductor_config.patch(shape_padding=False))
     stack.enter_context(_functorch_config.patch(force_non_lazy_backward_lowering=True))
-    if running_version() >= (2, 15):
+    if running_version() >= (2, 15) or running_version() == (2, 11):
         stack.enter_context(_functorch_config.patch(donated_buffer=False))
 
 
