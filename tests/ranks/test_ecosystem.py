@@ -110,6 +110,7 @@ def test_compiled_on_a_grid_of_processes(name: str) -> None:
 
 def test_the_table_is_what_the_cases_say() -> None:
     page = PAGE.read_text()
-    assert page == written(page), "run python -m tools.ecosystem_table"
+    if torch.__version__.startswith(TABLE_IS_OF):  # other versions refuse some cases in other words
+        assert page == written(page), "run python -m tools.ecosystem_table"
     assert len(CASES) > 150
     assert all(case.eager and case.compiled for case in CASES.values()), "an empty cell"
