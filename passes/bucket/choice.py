@@ -166,9 +166,8 @@ class BucketSearch:
             key for key in self.divisible if _saved_latency(self.divisible[key]) >= MIN_LATENCY_SHARE * self.best[1]
         ]
         if self.divides:
-            spans = {key: FIRST_SPAN * max(c.price.latency for c in self.divisible[key]) for key in worthwhile}
             for share in JOINT_SPANS:
-                self._attempt({key: _Option(share * span) for key, span in spans.items()}, chosen)
+                self._attempt({key: _Option(share * self._first_span(key)) for key in worthwhile}, chosen)
             for key in sorted(worthwhile, key=lambda key: -_saved_latency(self.divisible[key])):
                 self._improve(key, chosen)
         else:
@@ -210,9 +209,13 @@ class BucketSearch:
         n, joins = self.model.group_size(c.group_name), c.descriptor.joins
         return None if n is None or joins is None else joins.load(node_sizes.members(c, n), n)
 
+    def _first_span(self, key: Hashable) -> float:
+        """Returns `FIRST_SPAN` of a group in seconds."""
+        return FIRST_SPAN * max(c.price.latency for c in self.divisible[key])
+
     def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
         """Tries divisions of one group: spans from `FIRST_SPAN` on until the score gets no better, and deadlines."""
-        span = FIRST_SPAN * max(c.price.latency for c in self.divisible[key])
+        span = self._first_span(key)
         self._attempt({key: _Option(span)}, chosen)
         factor = 1 / STEP
         if self._attempt({key: _Option(span * STEP)}, chosen):

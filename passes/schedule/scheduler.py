@@ -7,7 +7,7 @@ for it all that time, so that compute is not delayed later. A payload that waits
 compute waits for reductions where it would exceed the limit.
 
 Groups that use the same link take turns on it. A collective is held back where a more urgent one of another group would
-have to wait for its transfer, as for that of the last layer's weight, which no one needs yet.
+have to wait for its transfer: the last layer's weight is not gathered before the next layer's.
 """
 
 from __future__ import annotations
@@ -275,10 +275,10 @@ class Scheduler:
         return growing[0][1] if growing and self._fits(growing[0][1]) else None
 
     def _would_delay(self, n: int, group: str) -> bool:
-        """Whether a collective would delay a more urgent one of another group that shares its link.
+        """Whether a collective would delay a more urgent one of another group that uses the same link.
 
-        The other group is busy until the more urgent one can start, so the link is idle for a while if this one is held
-        back for it. It is where that is shorter than the delay.
+        The more urgent one starts when its group is free. If this one is held back, the link is idle until then. So a
+        delay counts only if it is longer than that idle time.
         """
         price, urgency = self.tasks.price[n], self.policy.urgency
         begins = self._streams.transfers_at(group, self.now, price.latency)

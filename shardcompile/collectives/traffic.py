@@ -33,7 +33,8 @@ class GroupShards:
     """The shards that the ranks of a group put in, or get.
 
     Attributes:
-        sizes: shard sizes in group order; None if they are not static.
+        sizes: shard sizes in group order, up to a common factor if their scale is a symbol; None if they are not
+            static.
         halo: rows that a shard may have in addition to `sizes`; fewer at the ends of the dim.
         assumed: sizes to assume where `sizes` is None and only a halo moves, so that they hardly matter.
     """
@@ -87,7 +88,7 @@ def _known_sizes(partition: GroupPartition, total: Any, ranks: int | None) -> tu
         return tuple(partition.sizes) if all(map(is_number, partition.sizes)) else None
     if ranks is None or not is_number(partition.key) or (partition.key == CHUNK_KEY and not is_number(total)):
         return None
-    # A scale that is a symbol is the same for all shards, so any value gives the same fractions.
+    # A scale that is a symbol is common to all shards: by its hint, their sizes have the right proportions.
     partition = dataclasses.replace(partition, grouping=[compat.size_hint(n) for n in partition.grouping])
     try:
         return partition.shards(total, ranks)
