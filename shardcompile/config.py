@@ -35,6 +35,13 @@ attention_bytes: int = 1 << 30
 """The most bytes that ``attention = "auto"`` lets a rank hold for one attention besides its inputs before it prefers a
 ring, which holds less: 1 GiB."""
 
+gradient_bucket_bytes: int = 25 << 20
+"""In eager mode, gradients of plain leaf tensors are summed over ranks in buckets, as by `DistributedDataParallel`. A
+bucket of this many bytes, 25 MiB, is reduced while the backward pass goes on, all others at its end; then hooks of the
+leaves run. 0: each gradient is reduced, and hooks of its leaf run, as soon as it is computed, as code needs that reads
+``param.grad`` while the backward pass goes on. This is so, too, where `fully_shard` is used. The setting must be the
+same on all ranks."""
+
 verify: bool = os.environ.get("SHARDCOMPILE_VERIFY", "0") not in ("", "0")
 """Whether ranks compare their collectives before a graph that the passes have compiled runs for the first time; see
 `shardcompile.passes.verify`. Off unless the environment variable SHARDCOMPILE_VERIFY is 1, as it is in the workers of
@@ -87,9 +94,20 @@ def _value(name: str) -> object:
     return getattr(sys.modules[__name__], name)
 
 
-SETTINGS = ("fallback", "attention", "ring_steps", "attention_bytes", "verify", "verify_timeout", "compile_on", "watch")
+SETTINGS = (
+    "fallback",
+    "attention",
+    "ring_steps",
+    "attention_bytes",
+    "gradient_bucket_bytes",
+    "verify",
+    "verify_timeout",
+    "compile_on",
+    "watch",
+)
 """The names of all settings."""
 
+_COUNTS = ("ring_steps", "attention_bytes", "gradient_bucket_bytes")
 _ATTENTION_STRATEGIES = ("auto", "ring", "gather", "heads")
 
 
@@ -106,7 +124,9 @@ class _Settings(types.ModuleType):
             raise ValueError(f"config.attention is one of {', '.join(map(repr, _ATTENTION_STRATEGIES))}, not {value!r}")
         if name == "compile_on" and value not in ("one", "all"):
             raise ValueError(f"config.compile_on is 'one' or 'all', not {value!r}")
-        if name in ("ring_steps", "attention_bytes") and (not isinstance(value, int) or value < 0):
+        if name in ("ring_steps", "attention_bytes", "gradient_bucket_bytes") and (
+            not isinstance(value, int) or value < 0
+        ):
             raise ValueError(f"config.{name} is a number of at least 0, not {value!r}")
         before = attention_settings()
         super().__setattr__(name, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Sharded(torch.Tensor):
         _views: weak references to the views of it that autograd tracks.
         _followers: weak references to the copied views of it.
         _align_grad: whether a hook that gives the gradient its layout has still to be registered.
+        _deposit: where a gradient that is reduced together with others is to be found; see `gradient_buckets`.
     """
 
     _spec: Spec
@@ -57,6 +58,7 @@ class Sharded(torch.Tensor):
     _views: list[weakref.ref[Sharded]] | None = None
     _followers: Sequence[weakref.ref[Sharded]] = ()
     _align_grad: bool = False
+    _deposit: Any = None
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> Self:

@@ -51,9 +51,16 @@ MUTATIONS = (
     Mutation(
         "a lost reduction: gradients of plain tensors leave as each rank's term",
         "shardcompile/tensor/autograd.py",
-        "grad = redistributed(grad, grad._spec.layout.replicated())",
-        "grad = redistributed(grad, grad._spec.layout)",
-        ["tests/ranks/test_usage.py"],
+        "ToLocal.apply(redistributed(grad, grad._spec.layout.replicated()), None)",
+        "ToLocal.apply(redistributed(grad, grad._spec.layout), None)",
+        ["tests/ranks/test_gradient_buckets.py"],
+    ),
+    Mutation(
+        "a lost reduction: gradients in buckets leave as each rank's term",
+        "shardcompile/tensor/gradient_buckets.py",
+        "brought_to(terms, layout.replicated(), async_op=True)",
+        "terms",
+        ["tests/ranks/test_gradient_buckets.py"],
     ),
     Mutation(
         "two collectives in another order on one rank",

@@ -26,6 +26,9 @@ from shardcompile.compat.dynamo import keep_protocol_from_dynamo as keep_protoco
 from shardcompile.compat.dynamo import make_known_to_einops as make_known_to_einops
 from shardcompile.compat.dynamo import mark_static as mark_static
 from shardcompile.compat.dynamo import mark_weakly_dynamic as mark_weakly_dynamic
+from shardcompile.compat.engine import backward_pass as backward_pass
+from shardcompile.compat.engine import gradients_are_read_while_backward_runs as gradients_are_read_while_backward_runs
+from shardcompile.compat.engine import run_after_others as run_after_others
 from shardcompile.compat.groups import abort as abort
 from shardcompile.compat.groups import common_name as common_name
 from shardcompile.compat.groups import coordinate as coordinate

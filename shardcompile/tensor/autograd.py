@@ -6,7 +6,7 @@ of Partial is Replicate, and that of Shard is the same Shard. A gradient may arr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -160,20 +160,36 @@ class ToLocal(torch.autograd.Function):
         return FromLocal.apply(grad, ctx.cls, spec), None
 
 
+def complete_gradient(grad: Sharded) -> Tensor:
+    """Reduces and gathers a gradient, and returns it as a plain tensor. Differentiable."""
+    return ToLocal.apply(redistributed(grad, grad._spec.layout.replicated()), None)  # type: ignore[no-any-return]
+
+
 class Promote(torch.autograd.Function):
     """Wraps a plain tensor, the same on every rank, as a replicated tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh, completes: bool = True) -> Sharded:
-        """Wraps the tensor; `completes` says whether backward completes the gradient, or leaves it to its consumer."""
-        ctx.cls, ctx.completes = cls, completes
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cls: type[Sharded],
+        mesh: DeviceMesh,
+        to_plain: Callable[[Sharded], Tensor] = complete_gradient,
+    ) -> Sharded:
+        """Wraps the tensor.
+
+        Args:
+            ctx: the context of the autograd node.
+            x: the plain tensor.
+            cls: the class of the result.
+            mesh: its mesh.
+            to_plain: returns the gradient of `x`, given that of the result.
+        """
+        ctx.cls, ctx.to_plain = cls, to_plain
         x = _resolve(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Reduces and gathers the gradient, unless its consumer does, and returns it as a plain tensor."""
-        if not ctx.completes or not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
-            return grad, None, None, None
-        grad = redistributed(grad, grad._spec.layout.replicated())
-        return ToLocal.apply(grad, None), None, None, None
+        """Returns the gradient as `to_plain` makes it."""
+        return ctx.to_plain(grad) if isinstance(grad, ctx.cls) else grad, None, None, None  # as in `sharded_gradient`
