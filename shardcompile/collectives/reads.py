@@ -103,28 +103,34 @@ class Reads:
         """Number of this rank's rows of the result."""
         return shard_size(self.partition, self.mesh)
 
-    def fetch(self, x: Tensor, fill: float) -> Tensor:
-        """Returns the local shard with all rows that are read; rows outside of the dim have the value `fill`."""
+    def fetch(self, x: Tensor, fill: float, dim: int | None = None) -> Tensor:
+        """Returns the local shard with all rows that are read.
+
+        Args:
+            x: the local shard.
+            fill: the value of rows outside of the dim.
+            dim: where the dim is in `x`, if not in its place.
+        """
         if not self._reaches_out:
             return x
-        return FETCH_RANGES.start(self._arguments(x, self.rows, fill)).wait()
+        return FETCH_RANGES.start(self._arguments(x, dim, self.rows, fill)).wait()
 
-    def give_back(self, x: Tensor) -> Tensor:
+    def give_back(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The adjoint of `fetch`: sums the gradients that all ranks have for the rows of the local shard."""
         if not self._reaches_out:
             return x
         shard = shard_size(self.held, self.mesh)
-        return RETURN_RANGES.start(self._arguments(x, shard, 0.0)).wait()
+        return RETURN_RANGES.start(self._arguments(x, dim, shard, 0.0)).wait()
 
     @property
     def _reaches_out(self) -> bool:
         return self.partition is not self.held or bool(self.window.before)  # an int if it is the same partition
 
-    def _arguments(self, x: Tensor, shard: IntLike, fill: float) -> Ranges:
+    def _arguments(self, x: Tensor, dim: int | None, shard: IntLike, fill: float) -> Ranges:
         (mesh_dim,) = self.held.mesh_dims
         coordinate = compat.coordinate(self.mesh) or ()
         src, dst = (c.group_partition(coordinate) for c in (self.held, self.partition))
         w = self.window
         reach = [self.partition.size, w.num, w.den, w.before, w.after]
         group_name = compat.group_name_of(self.mesh, mesh_dim)
-        return Ranges(x, self.dim, self.held.size, shard, src, dst, reach, fill, group_name)
+        return Ranges(x, self.dim if dim is None else dim, self.held.size, shard, src, dst, reach, fill, group_name)

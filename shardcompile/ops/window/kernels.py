@@ -29,6 +29,17 @@ def _format(x: Tensor, channels_last: bool) -> torch.memory_format:
     return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
 
 
+def _stored(x: Tensor, channels_last: bool) -> Tensor:
+    """Returns images with the strides of the memory format ``channels_last`` if they are to be so.
+
+    Of a single image the stride is arbitrary, but torch's kernels read the memory format from it.
+    """
+    if not channels_last or x.ndim != 4:
+        return x
+    _, c, h, w = x.shape
+    return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, (h * w * c, 1, w * c, c))
+
+
 def _zero_sharded(values: Sequence[int], sharded_dims: Sequence[int]) -> list[int]:
     """Replaces the values of sharded dims by 0."""
     return [0 if d in sharded_dims else v for d, v in enumerate(values)]
@@ -85,7 +96,7 @@ def _convolution(
         _output_padding(output_padding, partition, weight, stride, dilation) if transposed else output_padding
     )
     options = (_zero_sharded(padding, partition), dilation, transposed, output_padding, groups)
-    out = aten.convolution.default(x, weight, bias, stride, *options)
+    out = aten.convolution.default(_stored(x, channels_last), weight, bias, stride, *options)
     return _local_rows(out, skipped, partition, size).contiguous(memory_format=layout)
 
 
@@ -122,7 +133,8 @@ def _convolution_backward(
             _local_rows(embedded, skipped, partition, grad.shape).copy_(grad)
             grad = embedded
         options = (_zero_sharded(padding, partition), dilation, transposed, output_padding, groups)
-        grads = aten.convolution_backward.default(grad, x, weight, channels, stride, *options, wanted)
+        images = (_stored(t, channels_last) for t in (grad, x))
+        grads = aten.convolution_backward.default(*images, weight, channels, stride, *options, wanted)
     empty = grad.new_empty(0)
     grad_x, grad_weight, grad_bias = (g if w else empty for g, w in zip(grads, wanted, strict=True))
     grad_x = grad_x.contiguous(memory_format=layout) if wanted[0] else grad_x

@@ -100,17 +100,41 @@ class Windows:
         """The padding that is left to a kernel: none along sharded dims, where the rows that are read include it."""
         return [0 if d in self.partition else p for d, p in enumerate(padding)]
 
-    def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Returns the local shard of the input with all rows that are read."""
-        shard = local_shard_in(x, self.layout)
-        for r in self.reads:
-            shard = r.fetch(shard, fill)
-        return shard
+    def fetch(self, x: Tensor, fill: float = 0.0, channels_last: bool = False) -> Tensor:
+        """Returns the local shard of the input with all rows that are read.
 
-    def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
-        """Returns the gradient of the input, from the gradient of a shard with all rows that are read."""
-        for r in reversed(self.reads):
-            grad = r.give_back(grad)
+        Args:
+            x: the input.
+            fill: the value of rows outside of the image.
+            channels_last: whether to return images with the channel last in memory.
+        """
+        shard = local_shard_in(x, self.layout)
+        if not channels_last:
+            for r in self.reads:
+                shard = r.fetch(shard, fill)
+            return shard
+        stored = _in_memory(shard, True).permute(0, 2, 3, 1)
+        for r in self.reads:
+            stored = r.fetch(stored, fill, r.dim - 1)
+        return stored.permute(0, 3, 1, 2)
+
+    def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor, channels_last: bool = False) -> Tensor:
+        """Returns the gradient of the input, from the gradient of a shard with all rows that are read.
+
+        Args:
+            grad: the gradient.
+            stride: the global strides of the result.
+            like: a sharded tensor, of the class of the result.
+            channels_last: whether `grad` are images with the channel last in memory, but `stride` is not.
+        """
+        if channels_last:
+            stored = grad.permute(0, 2, 3, 1)
+            for r in reversed(self.reads):
+                stored = r.give_back(stored, r.dim - 1)
+            grad = _in_memory(stored.permute(0, 3, 1, 2), False)
+        else:
+            for r in reversed(self.reads):
+                grad = r.give_back(grad)
         return wrap(_as_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
 
     def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
@@ -136,6 +160,21 @@ def _per_dim(values: Sequence[int] | int, spatial: int) -> list[int]:
     """Expands an option to one value for each spatial dim."""
     given = [values] if isinstance(values, int) else list(values)
     return given * spatial if len(given) == 1 else given
+
+
+def _in_memory(images: Tensor, channels_last: bool) -> Tensor:
+    """Copies images to another memory format."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return aten.clone.default(images, memory_format=memory_format)
+
+
+def _computes_channels_last(x: Tensor, spatial: int) -> bool:
+    """Whether a graph computes a convolution with the channel last in memory.
+
+    As Inductor does on CPUs with convolutions of plain images: the kernels of oneDNN are faster so. Copies to and from
+    that format are fused with what is computed between convolutions.
+    """
+    return spatial == 2 and x.device.type == "cpu" and compat.is_traced() and torch.backends.mkldnn.is_available()
 
 
 def _is_channels_last(stride: Sequence[IntLike]) -> bool:
@@ -198,17 +237,18 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
     if _has_no_channels(x):
         return NotServed("the input has no channels")
     stride = compat.retrace(meta.stride())
+    converts = _computes_channels_last(x, spatial) and not _is_channels_last(stride)
     local = window_shards.convolution(
-        windows.fetch(x),
+        windows.fetch(x, channels_last=converts),
         _full(weight, windows),
         None if bias is None else _full(bias, windows),
         *_per_dim_options(options, spatial),
         size=windows.size,
         partition=windows.partition,
         skipped=_num_rows_before(windows, options),
-        channels_last=_is_channels_last(stride),
+        channels_last=converts or _is_channels_last(stride),
     )
-    return windows.result(local, stride, x)
+    return windows.result(_in_memory(local, False) if converts else local, stride, x)
 
 
 def convolution_backward(
@@ -224,19 +264,21 @@ def convolution_backward(
         return NotServed("the input has no channels")
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, output_mask), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
+    converts = _computes_channels_last(x, spatial) and not _is_channels_last(stride)
+    local_grad = local_shard_in(grad, windows.out)
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
-        local_shard_in(grad, windows.out),
-        windows.fetch(x),
+        _in_memory(local_grad, True) if converts else local_grad,
+        windows.fetch(x, channels_last=converts),
         _full(weight, windows),
         bias_sizes,
         *_per_dim_options(options, spatial),
         output_mask,
         partition=windows.partition,
         skipped=_num_rows_before(windows, options),
-        channels_last=_is_channels_last(stride),
+        channels_last=converts or _is_channels_last(stride),
     )
     return (
-        windows.give_back(grad_x, stride, x) if output_mask[0] else None,
+        windows.give_back(grad_x, stride, x, converts) if output_mask[0] else None,
         windows.sums(grad_weight, x) if output_mask[1] else None,
         windows.sums(grad_bias, x) if output_mask[2] else None,
     )
