@@ -109,8 +109,9 @@ class Transport:
             receives: the messages to receive.
         """
         group, tag = call.group, call.tag
-        starts = [functools.partial(group.recv, [t], peer, tag) for peer, t in receives]
-        starts += [functools.partial(group.send, [t], peer, tag) for peer, t in sends]
+        # Gloo takes half the time for messages of 64 KiB to 1 MiB if sends start first (two ranks on two cores).
+        starts = [functools.partial(group.send, [t], peer, tag) for peer, t in sends]
+        starts += [functools.partial(group.recv, [t], peer, tag) for peer, t in receives]
         return call.run(starts)
 
     def exchange_of_two(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
