@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardcompile as sc
+from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.tensor.gradient_buckets import _BackwardPass
 from shardcompile.testing import rank
@@ -226,6 +227,13 @@ def compare(got: list[Any], want: list[Any]) -> None:
     torch.testing.assert_close([g for g in got if g is not None], [w for w in want if w is not None])
 
 
+@pytest.fixture(autouse=True)
+def without_fully_shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets that other tests of this process have used `fully_shard`, after which gradients do not wait."""
+    if "fully_shard" not in request.node.name:
+        monkeypatch.setattr(compat, "gradients_are_read_while_backward_runs", lambda: False)
+
+
 @pytest.fixture(params=[0, 100, 25 << 20], ids=["each alone", "small buckets", "one bucket"])
 def size(request: pytest.FixtureRequest) -> Iterator[int]:
     with sc.config.patch(gradient_bucket_bytes=request.param):
@@ -278,7 +286,7 @@ def test_gradients_have_memory_of_their_own() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_inside_of_ddp_and_of_fully_shard() -> None:
+def test_inside_of_ddp() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "domain"))
     sizes = {0: [6, 1]}
     seed = mesh.get_local_rank("data")

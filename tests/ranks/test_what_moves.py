@@ -149,11 +149,16 @@ def _written(x: Tensor) -> Tensor:
 
 
 _ROWS = (2, None, 3)
+_ONE_SUM = {"all_reduce": 1}  # in eager mode gradients of parameters are reduced together
 
 JOINED = {
-    "a product of rows": Case(_convolved, _ROWS, {"all_reduce": 2}, ((3, 4), (4,))),
+    "a product of rows": Case(_convolved, _ROWS, {"all_reduce": 2}, ((3, 4), (4,)), eager_moves=_ONE_SUM),
     "two of them": Case(
-        lambda x, *p: _convolved(_convolved(x, *p).sin(), *p) * x, _ROWS, {"all_reduce": 4}, ((3, 3), (3,))
+        lambda x, *p: _convolved(_convolved(x, *p).sin(), *p) * x,
+        _ROWS,
+        {"all_reduce": 4},
+        ((3, 3), (3,)),
+        eager_moves=_ONE_SUM,
     ),
     "pointwise": Case(lambda x: (x.view(-1, 3) * 2).sin().view(x.shape) * x, _ROWS),
     "trailing dims too": Case(lambda x: x.view(-1, 4).exp().view(x.shape).sin(), (2, None, 2, 4)),
@@ -161,7 +166,7 @@ JOINED = {
     "three dims": Case(lambda x: x.view(-1, 3).sin().view(2, -1, 3).cos().view(x.shape).sin(), (2, 2, None, 3)),
     "normalised": Case(lambda x: nnf.layer_norm(x.view(-1, 3), [3]).view(x.shape).sin(), _ROWS),
     "cross entropy": Case(_loss, _ROWS, {"all_reduce": 1}, ((3, 5),)),
-    "experts": Case(_by_expert, _ROWS, {"all_reduce": 3}, ((3, 2), (3, 3), (3, 3))),
+    "experts": Case(_by_expert, _ROWS, {"all_reduce": 3}, ((3, 2), (3, 3), (3, 3)), eager_moves=_ONE_SUM),
     "rows that are written to": Case(_written, _ROWS),
 }
 """Rows of products, of which leading dims were flattened into the one that is sharded."""

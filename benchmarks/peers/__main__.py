@@ -1,0 +1,54 @@
+"""Training steps on sharded inputs against code by hand for one partition, and against DTensor where it is even.
+
+Gradients are compared with those of one process on the whole input before anything is timed. Collectives are
+counted where they are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.common import duration, print_table, ratio, run_ranks
+from benchmarks.peers.measuring import measure
+from benchmarks.peers.suite import WORKS
+
+RANKS = 2
+
+AGAINST = {"eager": ("eager by hand", "eager DTensor"), "compiled": ("compiled by hand",)}
+
+
+def report(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    """Prints the tables."""
+    for ours, others in AGAINST.items():
+        rows = []
+        for (work, partition), result in results.items():
+            times, counts = result["times"], result["collectives"]
+            cells = [f"{duration(times[ours])} ({counts[ours]})"]
+            for other in others:
+                if other in times:
+                    cells += [f"{duration(times[other])} ({counts[other]})", ratio(times[ours], times[other])]
+                else:
+                    cells += ["-", "-"]
+            rows.append([f"{work}, {partition}", *cells])
+        columns = [text for other in others for text in (other, "ratio")]
+        print_table(f"{ours}: seconds of a training step (collectives)", ["work", ours, *columns], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--backend", default="shardcompile")
+    options = parser.parse_args()
+    results = {}
+    for work in options.works:
+        for partition, sizes in WORKS[work].partitions.items():
+            print(f"{work}, {partition}", flush=True)
+            results[work, partition] = run_ranks(measure, RANKS, work, sizes, options.rounds, options.backend)
+    report(results)
+
+
+if __name__ == "__main__":
+    main()

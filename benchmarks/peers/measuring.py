@@ -1,0 +1,55 @@
+"""Measures the contenders of a work on ranks that are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import median_times
+from benchmarks.peers.suite import WORKS
+from benchmarks.peers.works import Trainer, contenders
+from shardcompile.collectives.descriptor import own_collectives
+
+TOLERANCE = 1e-3
+
+
+def measure(name: str, sizes: Sequence[int], rounds: int, backend: str) -> dict[str, Any]:
+    """On one rank: collectives of a step, and median seconds, by contender."""
+    made = contenders(WORKS[name], init_device_mesh("cpu", (dist.get_world_size(),)), sizes, backend)
+    expected = _gradients(made.pop("whole"))
+    for contender, trainer in list(made.items()):
+        try:
+            got = _gradients(trainer)
+        except RuntimeError as error:
+            if "DTensor" not in contender:
+                raise
+            print(f"{name}: {contender} raises {str(error).splitlines()[0]}")
+            del made[contender]
+            continue
+        assert float((got - expected).norm() / expected.norm()) < TOLERANCE, f"{contender}: other gradients"
+    counts = {contender: _collectives(trainer) for contender, trainer in made.items()}
+    times = median_times({contender: trainer.step for contender, trainer in made.items()}, rounds)
+    return {"collectives": counts, "times": times}
+
+
+def _gradients(trainer: Trainer) -> torch.Tensor:
+    trainer.gradients()
+    return trainer.gradient_vector()
+
+
+def _collectives(trainer: Trainer) -> int:
+    trainer.step()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        trainer.step()
+    ops = {str(op).replace(".", "::") for op in own_collectives()}
+    return sum(
+        event.count
+        for event in profiled.key_averages()
+        if event.key in ops or (event.key.startswith("_c10d_functional::") and "wait" not in event.key)
+    )
