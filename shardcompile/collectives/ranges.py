@@ -67,6 +67,20 @@ def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
     return wanted if a.fill is not None else [(max(i, 0), min(j, int(a.total))) for i, j in wanted]
 
 
+def own_rows(a: Ranges) -> tuple[int, int, int]:
+    """Returns which rows of the result of `fetch_ranges` this rank holds itself.
+
+    Returns:
+        The first of them in the result, the first of them in the local shard, and their number, which may be 0.
+    """
+    group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
+    me = group.rank()
+    held = shards_of(int(a.total), a.dim, a.src, group.size(), what)[me]
+    wanted = _read_ranges(a, group.size(), what)[me]
+    start, end = transport.overlap(held, wanted)
+    return (start - wanted[0], start - held[0], end - start) if end > start else (0, 0, 0)
+
+
 def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
     """Returns this rank's exchange of `fetch_ranges`.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives.derived_partitions import derive, derive_spread, shard_size
-from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
+from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges, own_rows
 from shardcompile.sharding import IntLike, Partition
 
 
@@ -102,6 +103,22 @@ class Reads:
     def count(self) -> IntLike:
         """Number of this rank's rows of the result."""
         return shard_size(self.partition, self.mesh)
+
+    def from_others(self, x: Tensor, fetched: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+        """Returns copies of the rows of a result of `fetch` before and after those of the local shard."""
+        if not self._reaches_out:
+            return fetched.narrow(self.dim, 0, 0), fetched.narrow(self.dim, 0, 0)
+        first, _, count = own_rows(self._arguments(x, None, self.rows, fill))
+        before, after = (0, first), (first + count, fetched.shape[self.dim])
+        low, high = (fetched.narrow(self.dim, a, b - a).clone() for a, b in (before, after))
+        return low, high
+
+    def joined(self, x: Tensor, from_others: tuple[Tensor, Tensor], fill: float) -> Tensor:
+        """Returns the result of `fetch` from the local shard and the rows that `from_others` has returned."""
+        if not self._reaches_out:
+            return x
+        _, first, count = own_rows(self._arguments(x, None, self.rows, fill))
+        return torch.cat([from_others[0], x.narrow(self.dim, first, count), from_others[1]], self.dim)
 
     def fetch(self, x: Tensor, fill: float, dim: int | None = None) -> Tensor:
         """Returns the local shard with all rows that are read.

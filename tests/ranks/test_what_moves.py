@@ -186,14 +186,11 @@ def _padded_around(x: Tensor) -> Tensor:
 
 
 _EDGES = {"fetch_ranges": 1, "return_ranges": 1, "all_reduce": 1}
-_EDGES_TWICE = {**_EDGES, "fetch_ranges": 2}
 """The gradient of a weight reads the same rows again, which a graph saves."""
 
 WINDOWS = {
-    "a causal convolution": Case(_causal, (2, 2, None), _EDGES, ((2, 2, 4),), eager_moves=_EDGES_TWICE),
-    "a causal convolution of padded rows": Case(
-        _padded_in_front, (2, 2, None), _EDGES, ((2, 2, 4),), eager_moves=_EDGES_TWICE
-    ),
+    "a causal convolution": Case(_causal, (2, 2, None), _EDGES, ((2, 2, 4),)),
+    "a causal convolution of padded rows": Case(_padded_in_front, (2, 2, None), _EDGES, ((2, 2, 4),)),
     "padded and sharded off again": Case(_padded_around, (2, None)),
 }
 """Rows that get others around them, and lose them again, are where they were."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.testing import assert_matches_single_device, mesh, rank
+from tests.support.sent import Sent
 from tests.support.tiers import often
 
 SAMPLES, CHANNELS, ROWS, COLUMNS = Shard(0), Shard(1), Shard(2), Shard(3)
@@ -322,3 +323,79 @@ def test_a_gathered_image_compiles_its_backward_pass_at_once() -> None:
     finally:
         logger.removeHandler(handler)
     assert not [r for r in records if "failed to eagerly compile" in r]
+
+
+# Rows of other ranks that the input keeps for the backward pass
+
+
+IMAGES = {"uneven": [5, 0, 2], "one row each": [1, 5, 1], "even": [3, 3, 1]}
+
+
+def _image(sizes: list[int], seed: int = 0) -> tuple[Tensor, Any]:
+    full = torch.randn(2, 3, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return full, sc.distribute_tensor(full, mesh(), [Shard(2)], sharding_shapes={0: sizes})
+
+
+def _both(run: Callable[[Any], list[Any]], sizes: list[int]) -> int:
+    """Compares a program with plain PyTorch, and returns how often rows are fetched."""
+    full, x = _image(sizes)
+    want = run(full)
+    with Sent() as sent:
+        got = run(x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.full_tensor() if isinstance(a, sc.ShardTensor) else a, b)
+    return sent.names.count("fetch_ranges")
+
+
+def _weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("sizes", IMAGES.values(), ids=IMAGES)
+def test_rows_are_fetched_once_for_both_passes(sizes: list[int]) -> None:
+    def twice(x: Any) -> list[Any]:
+        (w, v) = _weights((3, 3, 3, 3), (3, 3, 3, 3))
+        y = nnf.conv2d(x, w, padding=1)
+        (y.sin() + nnf.conv2d(x, v, padding=1)).sum().backward()  # the same rows for another weight
+        return [w.grad, v.grad]
+
+    def others(x: Any) -> list[Any]:
+        (w, v, u) = _weights((3, 3, 3, 3), (3, 3, 5, 3), (3, 3, 2, 2))
+        y = nnf.conv2d(x, w, padding=1).sin()
+        z = nnf.conv2d(y, v, padding=(2, 1)) + nnf.conv2d(y, w, padding=1)
+        nnf.conv2d(z, u, stride=2).square().sum().backward()
+        return [w.grad, v.grad, u.grad]
+
+    assert _both(twice, sizes) == 1
+    _both(others, sizes)
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_rows_are_fetched_again_after_a_write() -> None:
+    def written(x: Any) -> list[Any]:
+        (w,) = _weights((3, 3, 3, 3))
+        first = nnf.conv2d(x, w, padding=1)
+        x.mul_(2)
+        with torch.no_grad():
+            return [first.detach(), nnf.conv2d(x, w, padding=1)]
+
+    def written_by_view(x: Any) -> list[Any]:
+        (w,) = _weights((3, 3, 3, 3))
+        first = nnf.conv2d(x, w, padding=1)
+        x[:, 1].zero_()
+        return [first.detach(), nnf.conv2d(x, w, padding=1).detach()]
+
+    for sizes in IMAGES.values():
+        assert _both(written, sizes) == _both(written_by_view, sizes) == 2
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_write_between_the_passes_is_refused_as_in_plain_pytorch() -> None:
+    for x in _image([5, 0, 2]):
+        (w,) = _weights((3, 3, 3, 3))
+        y = nnf.conv2d(x, w, padding=1)
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

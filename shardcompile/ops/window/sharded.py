@@ -118,6 +118,29 @@ class Windows:
             stored = r.fetch(stored, fill, r.dim - 1)
         return stored.permute(0, 3, 1, 2)
 
+    def fetch_once(self, x: Sharded, channels_last: bool) -> Tensor:
+        """Returns `fetch(x)`, in eager mode without another exchange if these rows were fetched before.
+
+        The backward pass of a convolution reads the rows that the forward pass has read. So the input keeps those of
+        other ranks, until it is written to.
+        """
+        if type(x._local_tensor) is not Tensor:  # a tracer's
+            return self.fetch(x, channels_last=channels_last)
+        key = x._version, x._spec, tuple((r.dim, r.window) for r in self.reads)
+        shard = local_shard_in(x, self.layout)
+        if x._halos is not None and x._halos[0] == key:
+            for r, rows in zip(self.reads, x._halos[1], strict=True):
+                shard = r.joined(shard, rows, 0.0)
+            return shard
+        kept = []
+        for r in self.reads:
+            fetched = r.fetch(shard, 0.0)
+            kept.append(r.from_others(shard, fetched, 0.0))
+            shard = fetched
+        if torch.is_grad_enabled():
+            x._halos = key, kept
+        return shard
+
     def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor, channels_last: bool = False) -> Tensor:
         """Returns the gradient of the input, from the gradient of a shard with all rows that are read.
 
@@ -227,7 +250,7 @@ def _has_no_channels(x: Tensor) -> bool:
     return isinstance(x.shape[1], int) and x.shape[1] == 0
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Tensor | NotServed:
+def convolution(x: Sharded, weight: Tensor, bias: Tensor, *options: object) -> Tensor | NotServed:
     """``aten.convolution`` of images of which a spatial dim is sharded."""
     spatial = x.ndim - 2
     meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
@@ -239,7 +262,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
     stride = compat.retrace(meta.stride())
     converts = _computes_channels_last(x, spatial) and not _is_channels_last(stride)
     local = window_shards.convolution(
-        windows.fetch(x, channels_last=converts),
+        windows.fetch_once(x, converts),
         _full(weight, windows),
         None if bias is None else _full(bias, windows),
         *_per_dim_options(options, spatial),
@@ -268,7 +291,7 @@ def convolution_backward(
     local_grad = local_shard_in(grad, windows.out)
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
         _in_memory(local_grad, True) if converts else local_grad,
-        windows.fetch(x, channels_last=converts),
+        windows.fetch_once(x, converts),
         _full(weight, windows),
         bias_sizes,
         *_per_dim_options(options, spatial),
