@@ -96,8 +96,8 @@ PCIE5 = Link("PCIe 5 x16", launch=20e-6, hop=5e-6, bandwidth=20e9)
 INFINIBAND_HDR = Link("InfiniBand HDR", launch=30e-6, hop=19e-6, bandwidth=22.5e9)
 INFINIBAND_NDR = Link("InfiniBand NDR", launch=30e-6, hop=19e-6, bandwidth=45e9)
 
-# `measure_link` on two shared cores: 0.20 to 0.34 ms and 1.0 to 1.8 GB/s with 2 ranks, 0.54 to 0.68 ms and 0.8 GB/s with
-# 4. A start takes the host 0.09 to 0.10 ms, and transfers keep the cores busy all the time that they take.
+# `measure_link` on two shared cores: 0.20 to 0.34 ms and 1.0 to 1.8 GB/s with 2 ranks, 0.54 to 0.68 ms and 0.8 GB/s
+# with 4. A start takes the host 0.09 to 0.10 ms, and transfers keep the cores busy all the time that they take.
 GLOO_LOOPBACK = Link(
     "gloo on loopback", launch=100e-6, hop=250e-6, bandwidth=0.9e9, medium="shared", host=90e-6, busy=1.0
 )

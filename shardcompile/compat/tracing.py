@@ -54,9 +54,15 @@ def dispatch_is_off() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded("Python")  # 2.11 - 2.15
 
 
-def with_dispatch() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def with_dispatch() -> Iterator[None]:
     """Inside the context, `__torch_dispatch__` is on, whoever has switched it off."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False)  # 2.11 - 2.15
+    keys = torch._C.DispatchKey
+    with (
+        torch._C._SetExcludeDispatchKeyGuard(keys.Python, False),  # 2.11 - 2.15
+        torch._C._SetExcludeDispatchKeyGuard(keys.PythonTLSSnapshot, False),  # what torch.tensor excludes, too, in 2.11
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -151,7 +151,10 @@ def test_what_has_no_gradient_sends_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_takes_the_same_way_travels_together() -> None:
-    """The places of copies, rows and weights between nodes; backward the gradients of weights and of rows."""
+    """The places of copies, rows and weights between nodes.
+
+    Backward, the gradients of weights and of rows stay apart: no bucket that is tried is predicted to be faster.
+    """
 
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
         def shard(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -172,7 +175,7 @@ def test_what_takes_the_same_way_travels_together() -> None:
             exchanges = [[c for c in collectives(g) if c.kind == "exchange_rows"] for g in graphs]
             found[bool(off)] = [len(e) for e in exchanges]
             assert sum(len(c.payloads) for e in exchanges for c in e) == 8 + 5
-    assert found == {True: [6, 5], False: [4, 4]}
+    assert found == {True: [6, 5], False: [4, 5]}
 
 
 @pytest.mark.ranks(4, processes=False)

@@ -33,6 +33,16 @@ _PLAIN = "takes no tensor, so that it draws a plain one, by the default generato
 _LAYER = "a call has lists of parameters: `LAYERS` has the modules"
 _ATTENTION = "refused with dropout; the way out is the backend MATH"
 ELSEWHERE: dict[str, str] = {
+    # The last version with them is torch 2.11.
+    **dict.fromkeys(
+        (
+            f"aten::{op}.{overload}{out}"
+            for op in ("rand", "randn")
+            for overload in ("names", "generator_with_names")
+            for out in ("", "_out")
+        ),
+        "tensors with names",
+    ),
     **dict.fromkeys(
         (
             *("aten::_cudnn_attention_backward", "aten::_cudnn_attention_forward", "aten::_cudnn_init_dropout_state"),

@@ -19,7 +19,7 @@ class _Noted(recorded_calls.Members):
     """The calls of a group, all of them."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        quiet: Any = SimpleNamespace(diagnosis=None, waits={})
+        quiet: Any = SimpleNamespace(diagnosis=None, waits={}, explain_failure=lambda what, error: error)
         super().__init__(quiet, group, key_of(dist.get_process_group_ranks(group), 0))
         self.rank = dist.get_rank()
         self.recent = []  # type: ignore[assignment]

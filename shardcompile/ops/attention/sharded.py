@@ -281,7 +281,8 @@ def _parse_arguments(op: OpOverload, args: Sequence[object], kwargs: dict[str, o
         )
     if mask is not None and mask.ndim < query.ndim:
         mask = mask[(None,) * (query.ndim - mask.ndim)]
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    width = query.shape[-1]
+    factor = scale if scale is not None else 1 / math.sqrt(width) if width else 1.0
     return _Attention(query, get("key"), get("value"), mask, get("is_causal"), factor)
 
 
