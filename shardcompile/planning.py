@@ -8,6 +8,7 @@ uses no tensors and no process groups.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -77,6 +78,11 @@ class RedistributionPlan:
     def nominal_nbytes(self) -> int:
         """Bytes moved between ranks if all shards had the same size."""
         return sum(moved_bytes(s.kind, s.mesh_dim, s.src, s.dst, exact=False) for s in self.steps)
+
+    @functools.cached_property
+    def only_reduces(self) -> bool:
+        """Whether all-reduces are all that it needs."""
+        return bool(self.steps) and all(step.kind == "all_reduce" for step in self.steps)
 
     @property
     def communicates(self) -> bool:

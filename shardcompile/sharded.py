@@ -48,6 +48,7 @@ class Sharded(torch.Tensor):
         _views: weak references to the views of it that autograd tracks.
         _followers: weak references to the copied views of it.
         _align_grad: whether a hook that gives the gradient its layout has still to be registered.
+        _sum: the value of a pending reduction that an op has read; see `dispatch.run`.
         _halos: the rows that a convolution has fetched for it; see `Windows.fetch_once`.
         _deposit: where a gradient that is reduced together with others is to be found; see `gradient_buckets`.
     """
@@ -59,6 +60,7 @@ class Sharded(torch.Tensor):
     _views: list[weakref.ref[Sharded]] | None = None
     _followers: Sequence[weakref.ref[Sharded]] = ()
     _align_grad: bool = False
+    _sum: Any = None
     _halos: Any = None
     _deposit: Any = None
 

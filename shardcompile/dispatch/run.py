@@ -22,6 +22,7 @@ from shardcompile.ops.support.copied_views import (
     note_view,
 )
 from shardcompile.ops.support.gather_log import unserved
+from shardcompile.ops.support.global_meta import tensors_of
 from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
 from shardcompile.planning import RedistributionPlan
 from shardcompile.redistribute import run_plan
@@ -180,15 +181,19 @@ class Local(Entry):
         plans = iter(self.plans)
         # Kernels choose by strides how results are stored, and in which order random elements are drawn.
         ordered = self.copies_view or (self.is_unsharded and (self.record.is_random or not compat.is_traced()))
-        local_args = tuple([localize(cls, a, plans, ordered) for a in args])
-        local_kwargs = {k: localize(cls, a, plans, ordered) for k, a in kwargs.items()} if kwargs else kwargs
+        fresh = self.is_fresh
+        local_args = tuple([localize(cls, a, plans, ordered, fresh) for a in args])
+        local_kwargs = {k: localize(cls, a, plans, ordered, fresh) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
             local_args = self.arguments(local_args)
         if self.strides_like is not None and type(local_args[self.strides_like]) is not Tensor:
             stride = next(s.stride for s in self.specs if s is not None)
             out = self.function(*in_one_order(self.record, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
-        return self.function(*local_args, **local_kwargs)
+        out = self.function(*local_args, **local_kwargs)
+        if self.exchanges and fresh:
+            _forget_shared_sums((*args, *kwargs.values()), out)
+        return out
 
     def _as_view(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object], wrapped: Any) -> object:
         outs = wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]
@@ -309,7 +314,11 @@ def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], shards: C
 
 
 def localize(
-    cls: type[Sharded], a: object, plans: Iterator[RedistributionPlan | None], keep_order: bool = False
+    cls: type[Sharded],
+    a: object,
+    plans: Iterator[RedistributionPlan | None],
+    keep_order: bool = False,
+    keep_sums: bool = False,
 ) -> object:
     """Replaces the tensors in an argument by local shards, redistributed by their plans.
 
@@ -319,16 +328,42 @@ def localize(
         plans: an iterator over the plans of all tensors in order, None for a tensor that needs no redistribution; those
             of `a` are consumed.
         keep_order: whether a redistributed shard is stored in the order of the global strides.
+        keep_sums: whether tensors keep the values of pending reductions in eager mode; no result may share their
+            memory.
     """
     if isinstance(a, Tensor):
         plan = next(plans)
         local = a._local_tensor if type(a) is cls else a
         if plan is None:
             return local
-        return in_order(run_plan(plan, local), a.stride()) if keep_order else run_plan(plan, local)
+        if keep_sums and type(a) is cls and type(local) is Tensor and plan.only_reduces and not a.is_inference():
+            moved = _sum_of(a, plan, local)
+        else:
+            moved = run_plan(plan, local)
+        return in_order(moved, a.stride()) if keep_order else moved
     if isinstance(a, (list, tuple)):
-        return [localize(cls, b, plans, keep_order) for b in a]
+        return [localize(cls, b, plans, keep_order, keep_sums) for b in a]
     return a
+
+
+def _forget_shared_sums(args: Sequence[object], out: object) -> None:
+    """Drops sums whose memory a result shares, as that of dropout without probability does."""
+    results = [t for t in tensors_of([out]) if type(t) is Tensor]
+    for a in tensors_of(args):
+        if isinstance(a, Sharded) and a._sum is not None and any(compat.shares_storage(a._sum[1], t) for t in results):
+            a._sum = None
+
+
+def _sum_of(x: Sharded, plan: RedistributionPlan, local: Tensor) -> Tensor:
+    """Returns the value of a pending reduction.
+
+    The tensor keeps it until it is written to, so that several ops that read it send nothing more than one. A graph
+    needs no such memory: equal collectives are one there.
+    """
+    key = x._version, plan.dst
+    if x._sum is None or x._sum[0] != key:
+        x._sum = key, run_plan(plan, local)
+    return x._sum[1]  # type: ignore[no-any-return]
 
 
 def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
