@@ -35,7 +35,7 @@ def written() -> str:
         "# Changes to PyTorch",
         "",
         "shardcompile replaces functions of PyTorch where no hook does. `import shardcompile` replaces nothing. Six "
-        "functions are replaced with the first sharded tensor of a process, the others while a graph with sharded "
+        "functions (with torch 2.11 seven) are replaced with the first sharded tensor of a process, the others while a graph with sharded "
         "tensors is compiled. `python -m shardcompile doctor` says what is in place on a machine, and whether a "
         "compiled step is right.",
         "",
