@@ -26,7 +26,17 @@ from shardcompile.dispatch.mutate import (
     refuse_expanded,
     refuse_windows,
 )
-from shardcompile.dispatch.run import Decomposed, Direct, Entry, IndexChecked, Local, Specs, Strides
+from shardcompile.dispatch.run import (
+    Decomposed,
+    Direct,
+    DirectView,
+    Entry,
+    IndexChecked,
+    Local,
+    Specs,
+    Strides,
+    copies_shard,
+)
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.ops import OpCall, OpRecord, ShardedDecomposition, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
@@ -327,12 +337,14 @@ def _local_entry(
             # The local shape is computed in each call, because in-process ranks (threads) share the cached entry.
             return local_args(call, local, layouts, local_shape_of)
 
-    simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
+    stays = not any(p.steps for p in choice.plans)
     strides_like = None
     if any(isinstance(s, Spec) for s in specs) and may_misstate_strides(record, [t.ndim for t in call.tensors]):
         strides_like = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
-    if simple:
+    if stays and arguments is None and _is_simple(call, specs):
         return Direct(record, choice, specs, None, strides_like)
+    if stays and strides_like is None and _is_simple_view(call, specs) and not copies_shard(record, choice, specs):
+        return DirectView(record, choice, specs, arguments)
     return Local(record, choice, specs, arguments, strides_like)
 
 
@@ -341,6 +353,13 @@ def _is_simple(call: OpCall, specs: Specs) -> bool:
     direct = sum(isinstance(a, TensorArg) for a in call.args)
     fresh = not call.op.is_view and not call.op._schema.is_mutable
     return fresh and direct == len(call.tensors) and len(specs) == 1 and isinstance(specs[0], Spec)
+
+
+def _is_simple_view(call: OpCall, specs: Specs) -> bool:
+    """Whether a call returns one view of its first argument, which is its only tensor."""
+    is_view = call.op.is_view and not call.op._schema.is_mutable
+    first = len(call.tensors) == 1 and isinstance(call.args[0], TensorArg)
+    return is_view and first and len(specs) == 1 and isinstance(specs[0], Spec)
 
 
 def _output_specs(

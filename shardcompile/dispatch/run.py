@@ -149,7 +149,7 @@ class Local(Entry):
         self.mutates = op._schema.is_mutable
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
-        self.copies_view = self.aliases and (self.exchanges or _copies_shard(record, choice, specs))
+        self.copies_view = self.aliases and (self.exchanges or copies_shard(record, choice, specs))
         self.is_fresh = not self.mutates and not self.aliases
         self.has_single_output = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
@@ -210,7 +210,7 @@ class Local(Entry):
         return wrapped
 
 
-def _copies_shard(record: OpRecord, choice: Choice, specs: Specs) -> bool:
+def copies_shard(record: OpRecord, choice: Choice, specs: Specs) -> bool:
     """Whether the local shard of a view op's result has to be a copy."""
     if not callable(record.copies_shard):
         return record.copies_shard
@@ -399,3 +399,23 @@ class Direct(Local):
         if type(out) is Tensor and not (self.is_contiguous and out.is_contiguous()):
             out = in_order(out, spec.stride)
         return cls._wrap(out, spec)
+
+
+class DirectView(Local):
+    """Fast path of `Local` for a view: no redistribution, one result that shares the memory of the first argument.
+
+    Half of the ops of a transformer's eager step are views.
+    """
+
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+        x = args[0]
+        if x._copied is not None or type(x._local_tensor) is not Tensor:
+            return super().run(cls, args, kwargs)
+        local: tuple[object, ...] = (x._local_tensor, *args[1:])
+        if self.arguments is not None:
+            local = self.arguments(local)
+        view = cls._wrap(self.function(*local, **kwargs), self.specs[0])
+        if not self.record.is_same:
+            note_view(x, view)
+        compat.share_storage(view, x)
+        return view
