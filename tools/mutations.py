@@ -65,9 +65,9 @@ MUTATIONS = (
     Mutation(
         "two collectives in another order on one rank",
         "shardcompile/dispatch/run.py",
-        "local_args = tuple([localize(cls, a, plans, ordered) for a in args])",
+        "local_args = tuple([localize(cls, a, plans, ordered, fresh) for a in args])",
         "both = list(zip(args, self.plans)) if all(isinstance(a, Tensor) for a in args) else []\n"
-        "        local_args = tuple([localize(cls, a, plans, ordered) for a in args]) if not both "
+        "        local_args = tuple([localize(cls, a, plans, ordered, fresh) for a in args]) if not both "
         "or torch.distributed.get_rank() != 1 else "
         "tuple([localize(cls, a, iter([p]), ordered) for a, p in both[::-1]][::-1])",
         ["tests/ranks/test_ops.py", "-k", "test_on_three_ranks and binary"],

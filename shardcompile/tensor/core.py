@@ -53,6 +53,7 @@ ShardingShapes = construct.ShardingShapes
 
 SILENT = promotion.TensorPromotionMode.SILENT
 _without_torch_function = torch._C.DisableTorchFunctionSubclass
+_NUMBERS = {int, float, bool, complex, type(None), str, torch.dtype, torch.Size, slice}
 _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
 
@@ -90,19 +91,20 @@ class ShardTensor(Traced):
             special = NAMED_FUNCTIONS.get(str(func))
         if special is not None and func in CONDITIONS and not CONDITIONS[func](args):
             special = None
-        if not kwargs and special is None:
-            for a in args:
-                if type(a) is not cls or a._align_grad:
+        kwargs = kwargs or {}
+        if special is None:
+            for a in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(a)
+                if a._align_grad if kind is cls else kind not in _NUMBERS:
                     break
-            else:  # a fast path for the common case
+            else:  # a fast path for the common case: there is nothing to promote
                 try:
                     with _without_torch_function():
-                        return func(*args)
+                        return func(*args, **kwargs)
                 except RuntimeError as error:
-                    explain_read(error, func, args, {})
+                    explain_read(error, func, args, kwargs)
                     refuse_other_tracers(cls, args)
                     raise
-        kwargs = kwargs or {}
         if args and type(args[0]) is not cls and func in IN_PLACE and wants_gradient(args, kwargs):
             return write_to_plain(func, args, kwargs)
         if any_sparse(func, (*args, *kwargs.values())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,11 @@ def _product(func: Callable[..., Tensor], x: object, weight: object, *args: obje
             # results.
             return out.clone(memory_format=torch.contiguous_format)
     return func(x, weight, *args, **kwargs)
+
+
+def _may_flatten(args: Sequence[Any]) -> bool:
+    """Whether `linear` or `matmul` may have leading dims to flatten."""
+    return not args or not isinstance(args[0], Tensor) or args[0].ndim > 2
 
 
 def _fill_diagonal(func: Callable[..., Tensor], x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
@@ -234,8 +239,8 @@ state_function(
     [torch.unique_consecutive, _Tensor.unique_consecutive], unique_consecutive, aten.unique_consecutive.default
 )
 state_function([torch.cumprod, _Tensor.cumprod], _in_one_segment(cumprod), aten.cumprod.default)
-state_function([torch.nn.functional.linear], _product, aten.linear.default)
-state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, aten.matmul.default)
+state_function([torch.nn.functional.linear], _product, aten.linear.default, when=_may_flatten)
+state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, aten.matmul.default, when=_may_flatten)
 state_function([torch.einsum, torch._C._VariableFunctions.einsum], einsum, aten.einsum.default)  # type: ignore[attr-defined]
 state_function([torch._grouped_mm], _in_one_segment(grouped_mm), aten._grouped_mm.default)  # what F.grouped_mm calls
 state_named_function("transformers.grouped_mm_fallback", _in_one_segment(grouped_mm_fallback))
