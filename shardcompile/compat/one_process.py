@@ -147,12 +147,12 @@ def save_rank_globals() -> list[object]:
     caught = {name: getattr(warnings, name) for name in _WARNINGS}
     modes = [getattr(_python_dispatch, name) for name in _IN_MODES]
     numbers = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-    return [numbers, random.getstate(), torch.get_default_dtype(), kernels, settings, modes, caught]
+    return [numbers, random.getstate(), torch.get_default_dtype(), kernels, settings, modes, caught, _dynamo_settings()]
 
 
 def restore_rank_globals(saved: list[Any]) -> None:
     """Put back the globals that `save_rank_globals` returned."""
-    numbers, python_numbers, dtype, kernels, settings, modes, caught = saved
+    numbers, python_numbers, dtype, kernels, settings, modes, caught, dynamo_settings = saved
     torch.set_rng_state(numbers[0])
     if len(numbers) > 1:
         torch.cuda.set_rng_state(numbers[1])
@@ -166,6 +166,24 @@ def restore_rank_globals(saved: list[Any]) -> None:
     vars(_python_dispatch).update(zip(_IN_MODES, modes, strict=True))
     _python_dispatch.set_is_in_mode_without_ignore_compile_internals(modes[-1])  # guards compare it
     vars(warnings).update(caught)
+    _set_dynamo_settings(dynamo_settings)
+
+
+def _dynamo_settings() -> dict[str, object]:
+    """What was set in ``torch._dynamo.config``. Since torch 2.12 each thread has settings of its own."""
+    module: Any = sys.modules.get("torch._dynamo.config")
+    if module is None or not torch.__version__.startswith("2.11."):
+        return {}
+    return {name: entry.user_override for name, entry in module._config.items()}  # 2.11
+
+
+def _set_dynamo_settings(settings: dict[str, object]) -> None:
+    if settings:
+        module: Any = sys.modules["torch._dynamo.config"]
+        for name, value in settings.items():
+            if module._config[name].user_override is not value:  # 2.11
+                module._config[name].user_override = value
+                module._is_dirty = True
 
 
 _SDP_SETTERS = {
