@@ -124,9 +124,7 @@ class _Settings(types.ModuleType):
             raise ValueError(f"config.attention is one of {', '.join(map(repr, _ATTENTION_STRATEGIES))}, not {value!r}")
         if name == "compile_on" and value not in ("one", "all"):
             raise ValueError(f"config.compile_on is 'one' or 'all', not {value!r}")
-        if name in ("ring_steps", "attention_bytes", "gradient_bucket_bytes") and (
-            not isinstance(value, int) or value < 0
-        ):
+        if name in _COUNTS and (not isinstance(value, int) or value < 0):
             raise ValueError(f"config.{name} is a number of at least 0, not {value!r}")
         before = attention_settings()
         super().__setattr__(name, value)

@@ -392,6 +392,20 @@ def test_rows_are_fetched_again_after_a_write() -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
+def test_inference_tensors_have_no_version_to_keep_rows_for() -> None:
+    def run(x: Any) -> list[Any]:
+        (w,) = _weights((3, 3, 3, 3))
+        x = x.clone()
+        first = nnf.conv2d(x, w, padding=1)
+        x.mul_(2)
+        return [first, nnf.conv2d(x, w, padding=1)]
+
+    for sizes in IMAGES.values():
+        with torch.inference_mode():
+            assert _both(run, sizes) == 2
+
+
+@pytest.mark.ranks(3, processes=False)
 def test_a_write_between_the_passes_is_refused_as_in_plain_pytorch() -> None:
     for x in _image([5, 0, 2]):
         (w,) = _weights((3, 3, 3, 3))

@@ -124,7 +124,7 @@ class Windows:
         The backward pass of a convolution reads the rows that the forward pass has read. So the input keeps those of
         other ranks, until it is written to.
         """
-        if type(x._local_tensor) is not Tensor:  # a tracer's
+        if type(x._local_tensor) is not Tensor or x.is_inference():  # a tracer's, or without a version
             return self.fetch(x, channels_last=channels_last)
         key = x._version, x._spec, tuple((r.dim, r.window) for r in self.reads)
         shard = local_shard_in(x, self.layout)
