@@ -48,8 +48,9 @@ class Sharded(torch.Tensor):
         _views: weak references to the views of it that autograd tracks.
         _followers: weak references to the copied views of it.
         _align_grad: whether a hook that gives the gradient its layout has still to be registered.
+        _borrows: whether the local shard is memory of a user, who may write to it unseen.
         _sum: the value of a pending reduction that an op has read; see `dispatch.run`.
-        _halos: the rows that a convolution has fetched for it; see `Windows.fetch_once`.
+        _halos: the rows that convolutions have fetched for it, by their windows; see `Windows.fetch_for_backward`.
         _deposit: where a gradient that is reduced together with others is to be found; see `gradient_buckets`.
     """
 
@@ -60,6 +61,7 @@ class Sharded(torch.Tensor):
     _views: list[weakref.ref[Sharded]] | None = None
     _followers: Sequence[weakref.ref[Sharded]] = ()
     _align_grad: bool = False
+    _borrows: bool = False
     _sum: Any = None
     _halos: Any = None
     _deposit: Any = None

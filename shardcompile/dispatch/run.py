@@ -20,6 +20,7 @@ from shardcompile.ops.random.streams import drawn
 from shardcompile.ops.support.copied_views import (
     follow,
     note_view,
+    watch,
 )
 from shardcompile.ops.support.gather_log import unserved
 from shardcompile.ops.support.global_meta import tensors_of
@@ -206,6 +207,7 @@ class Local(Entry):
         if type(args[0]._local_tensor) is not Tensor:
             return wrapped  # a trace that sees a shared storage would regenerate the output by `as_strided`
         for out in outs:
+            out._borrows = args[0]._borrows
             compat.share_storage(out, args[0])
         return wrapped
 
@@ -336,7 +338,7 @@ def localize(
         local = a._local_tensor if type(a) is cls else a
         if plan is None:
             return local
-        if keep_sums and type(a) is cls and type(local) is Tensor and plan.only_reduces and not a.is_inference():
+        if keep_sums and type(a) is cls and type(local) is Tensor and plan.only_reduces and _keeps_sum(a):
             moved = _sum_of(a, plan, local)
         else:
             moved = run_plan(plan, local)
@@ -354,15 +356,21 @@ def _forget_shared_sums(args: Sequence[object], out: object) -> None:
             a._sum = None
 
 
+def _keeps_sum(x: Sharded) -> bool:
+    """Whether every write to a tensor is seen."""
+    return not x._borrows and not x.is_inference()
+
+
 def _sum_of(x: Sharded, plan: RedistributionPlan, local: Tensor) -> Tensor:
     """Returns the value of a pending reduction.
 
     The tensor keeps it until it is written to, so that several ops that read it send nothing more than one. A graph
     needs no such memory: equal collectives are one there.
     """
-    key = x._version, plan.dst
+    writes = watch(local)
+    key = x._version, writes.count, plan.dst
     if x._sum is None or x._sum[0] != key:
-        x._sum = key, run_plan(plan, local)
+        x._sum = key, run_plan(plan, local), writes
     return x._sum[1]  # type: ignore[no-any-return]
 
 
@@ -417,5 +425,7 @@ class DirectView(Local):
         view = cls._wrap(self.function(*local, **kwargs), self.specs[0])
         if not self.record.is_same:
             note_view(x, view)
+        if x._borrows:
+            view._borrows = True
         compat.share_storage(view, x)
         return view

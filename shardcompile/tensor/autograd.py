@@ -100,7 +100,9 @@ class FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, cls: type[Sharded], spec: Spec) -> Sharded:
         """Wraps the shard, or a copy if its strides differ from those of the spec, by which views are decided."""
         ctx.cls, ctx.layout = cls, spec.layout
-        return cls._wrap(in_order(_resolve(local), spec.stride), spec)
+        out = cls._wrap(in_order(_resolve(local), spec.stride), spec)
+        out._borrows = True
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

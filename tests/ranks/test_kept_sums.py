@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Partial, Shard
 
 import shardcompile as sc
 from shardcompile.testing import mesh
@@ -54,6 +54,41 @@ def _no_copy(y: Any) -> list[Any]:
     return [*found, y.cos()]
 
 
+def _data(y: Any) -> list[Any]:
+    before = y.exp()
+    y.data.mul_(2)
+    then = y.exp()
+    other = y.data
+    of_other = other.exp()
+    y.mul_(3)
+    of_both = [of_other, other.exp(), y.exp()]
+    y.data = torch.ones_like(y)
+    return [before, then, *of_both, y.exp()]
+
+
+def _detached(y: Any) -> list[Any]:
+    before = y.exp()
+    y.detach().mul_(2)
+    return [before, y.exp()]
+
+
+def _view_of_what_is_written(y: Any) -> list[Any]:
+    view = y.view(3, 1)
+    found = [view.exp()]
+    y.mul_(2)
+    found.append(view.exp())
+    torch._foreach_mul_([y], 2)
+    found += [view.exp(), y.exp()]
+    view.t_()
+    return [*found, view.exp()]
+
+
+def _written_as_a_result(y: Any) -> list[Any]:
+    before = y.exp()
+    torch.mul(y, 3, out=y)
+    return [before, y.exp()]
+
+
 PROGRAMS: dict[str, tuple[Callable[[Any], list[Any]], int | None]] = {
     "twice": (_twice, 1),
     "written": (_written, 2),
@@ -61,6 +96,10 @@ PROGRAMS: dict[str, tuple[Callable[[Any], list[Any]], int | None]] = {
     "copied over": (_copied_over, None),
     "a result is written": (_result_is_written, None),
     "no copy": (_no_copy, None),
+    "data": (_data, None),
+    "detached": (_detached, None),
+    "a view of what is written": (_view_of_what_is_written, None),
+    "written as a result": (_written_as_a_result, None),
 }
 """Programs of a pending sum, and how many reductions they need."""
 
@@ -97,3 +136,14 @@ def test_the_backward_pass_reads_what_the_forward_pass_has_reduced() -> None:
         got = run(x)
     torch.testing.assert_close(got.full_tensor(), run(full))
     assert sent.names.count("all_reduce") == 1
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_terms_in_memory_of_the_user_may_change_unseen() -> None:
+    term = torch.ones(3, dtype=torch.float64)
+    y = sc.ShardTensor.from_local(term, mesh(), [Partial()], {})
+    views = [y, y.view(3, 1), y.detach(), *y.split(2)]
+    for before, after in ((1.0, 3**0.5), (3.0, 3.0)):
+        term.numpy()[:] = before
+        for view in views:
+            assert view.sqrt().full_tensor().flatten().tolist() == pytest.approx([after] * view.numel())

@@ -25,25 +25,26 @@ from shardcompile.sharding import may_overlap
 aten = torch.ops.aten
 
 
-class _Writes:
+class Writes:
     """How often a storage has been written to since it was first watched."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
-WATCHED: dict[int, weakref.ref[_Writes]] = {}
-"""Write counters by storage; empty unless there are copied views, so that in-place ops can skip the look-up."""
+WATCHED: dict[int, weakref.ref[Writes]] = {}
+"""Write counters by storage; empty where nothing depends on writes, so that in-place ops can skip the look-up."""
 
 
-def _watch(shard: Tensor) -> _Writes:
+def watch(shard: Tensor) -> Writes:
+    """Returns the counter of writes to the storage of a shard by any sharded tensor; it counts while it is alive."""
     if type(shard) is not Tensor:  # in a trace versions count writes, and storages do not
-        return _Writes()
+        return Writes()
     key = shard.untyped_storage()._cdata
     watched = WATCHED[key]() if key in WATCHED else None
     if watched is not None:
         return watched
-    writes = _Writes()
+    writes = Writes()
     WATCHED[key] = weakref.ref(writes, lambda _: WATCHED.pop(key, None))
     return writes
 
@@ -115,7 +116,7 @@ class CopiedView:
         self, op: OpOverload, args: tuple[Any, ...], index: int | None, shard: Tensor, remake: Callable[[], Tensor]
     ) -> None:
         self.op, self.args, self.index, self.shard, self.remake = op, args, index, shard, remake
-        self.writes = _watch(args[0]._local_tensor)
+        self.writes = watch(args[0]._local_tensor)
         self.seen = self.state()
 
     def state(self) -> object:

@@ -23,6 +23,7 @@ from shardcompile.collectives import Reads, Window, local_shape_of
 from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
+from shardcompile.ops.support.copied_views import watch
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import widened
 from shardcompile.ops.support.sharded_rows import has_static_sizes, local_shard_in, with_partition, wrap
@@ -118,28 +119,32 @@ class Windows:
             stored = r.fetch(stored, fill, r.dim - 1)
         return stored.permute(0, 3, 1, 2)
 
-    def fetch_once(self, x: Sharded, channels_last: bool) -> Tensor:
-        """Returns `fetch(x)`, in eager mode without another exchange if these rows were fetched before.
-
-        The backward pass of a convolution reads the rows that the forward pass has read. So the input keeps those of
-        other ranks, until it is written to.
-        """
-        if type(x._local_tensor) is not Tensor or x.is_inference():  # a tracer's, or without a version
+    def fetch_for_backward(self, x: Sharded, channels_last: bool) -> Tensor:
+        """Returns `fetch(x)`. In eager mode the input keeps the rows of other ranks for `fetch_again`."""
+        if not _keeps_rows(x) or not torch.is_grad_enabled():
             return self.fetch(x, channels_last=channels_last)
-        key = x._version, x._spec, tuple((r.dim, r.window) for r in self.reads)
-        shard = local_shard_in(x, self.layout)
-        if x._halos is not None and x._halos[0] == key:
-            for r, rows in zip(self.reads, x._halos[1], strict=True):
-                shard = r.joined(shard, rows, 0.0)
-            return shard
-        kept = []
+        kept, shard = [], local_shard_in(x, self.layout)
         for r in self.reads:
             fetched = r.fetch(shard, 0.0)
             kept.append(r.from_others(shard, fetched, 0.0))
             shard = fetched
-        if torch.is_grad_enabled():
-            x._halos = key, kept
+        writes = watch(x._local_tensor)
+        x._halos = {**(x._halos or {}), self._windows: ((x._version, writes.count), kept, writes)}
         return shard
+
+    def fetch_again(self, x: Sharded, channels_last: bool) -> Tensor:
+        """Returns `fetch(x)`, without another exchange if the forward pass has read the same rows."""
+        found = (x._halos or {}).get(self._windows) if _keeps_rows(x) else None
+        if found is None or found[0] != (x._version, found[2].count):
+            return self.fetch(x, channels_last=channels_last)
+        shard = local_shard_in(x, self.layout)
+        for r, rows in zip(self.reads, found[1], strict=True):
+            shard = r.joined(shard, rows, 0.0)
+        return shard
+
+    @property
+    def _windows(self) -> object:
+        return tuple((r.dim, r.window, r.partition) for r in self.reads)
 
     def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor, channels_last: bool = False) -> Tensor:
         """Returns the gradient of the input, from the gradient of a shard with all rows that are read.
@@ -183,6 +188,11 @@ def _per_dim(values: Sequence[int] | int, spatial: int) -> list[int]:
     """Expands an option to one value for each spatial dim."""
     given = [values] if isinstance(values, int) else list(values)
     return given * spatial if len(given) == 1 else given
+
+
+def _keeps_rows(x: Sharded) -> bool:
+    """Whether a tensor holds values, and has a version that tells of writes."""
+    return type(x._local_tensor) is Tensor and not x.is_inference()
 
 
 def _in_memory(images: Tensor, channels_last: bool) -> Tensor:
@@ -262,7 +272,7 @@ def convolution(x: Sharded, weight: Tensor, bias: Tensor, *options: object) -> T
     stride = compat.retrace(meta.stride())
     converts = _computes_channels_last(x, spatial) and not _is_channels_last(stride)
     local = window_shards.convolution(
-        windows.fetch_once(x, converts),
+        windows.fetch_for_backward(x, converts),
         _full(weight, windows),
         None if bias is None else _full(bias, windows),
         *_per_dim_options(options, spatial),
@@ -291,7 +301,7 @@ def convolution_backward(
     local_grad = local_shard_in(grad, windows.out)
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
         _in_memory(local_grad, True) if converts else local_grad,
-        windows.fetch_once(x, converts),
+        windows.fetch_again(x, converts),
         _full(weight, windows),
         bias_sizes,
         *_per_dim_options(options, spatial),
