@@ -4,6 +4,9 @@ Inductor orders kernels by data dependencies alone: a collective that is started
 rises to its start. Control dependencies, edges that carry no data, keep them in place (`control_deps`, which Inductor
 has for its own overlap scheduling, down to the generated code).
 
+Random ops would be reordered as well, to lower the peak of memory, and then draw other values than in eager mode
+(https://github.com/pytorch/pytorch/issues/181136).
+
 Inductor also lets ops that put values into a tensor, such as ``index_fill``, write in place where nothing reads the
 tensor any more. But the payload of a collective is read until its wait.
 """
@@ -46,7 +49,8 @@ ANCHORS = {
 
 
 class AddControlDependencies:
-    """Keeps starts before, and waits after, the neighbouring matrix products, convolutions and attentions.
+    """Keeps starts before, and waits after, the neighbouring matrix products, convolutions and attentions; keeps random
+    ops in order.
 
     Legal because the graph is already in this order: a dependency that follows it adds no cycle. Payloads in flight are
     protected as well, see `hold_payloads`.
@@ -58,7 +62,7 @@ class AddControlDependencies:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        if graph.owning_module is None or all(kind_of(node) is None for node in graph.nodes):
+        if graph.owning_module is None or not any(kind_of(node) or op_of(node).random for node in graph.nodes):
             return
         hold_payloads(graph)
         dependencies = control_dependencies(graph)
@@ -93,11 +97,13 @@ def _may_write(node: Node) -> bool:
 def control_dependencies(graph: Graph) -> dict[Node, list[Node]]:
     """Returns, for each node, the nodes that Inductor has to run before it besides its inputs.
 
-    A start has to run before the next anchor, and a wait after the last one, unless data dependencies imply it.
+    A start has to run before the next anchor, and a wait after the last one, unless data dependencies imply it. A
+    random op has to run after the last one, unless Inductor computes both from seeds that it has drawn before.
     """
     dependencies: dict[Node, list[Node]] = {}
     started: list[Node] = []
     last: Node | None = None
+    drawn: Node | None = None
     inputs = ordered_inputs(graph)
     since: set[Node] = set()  # nodes after the last anchor
     for node in inputs:
@@ -113,6 +119,10 @@ def control_dependencies(graph: Graph) -> dict[Node, list[Node]]:
             started.clear()
             since.clear()
             last = node
+        if op_of(node).random and getattr(node.target, "namespace", None) != "prims":
+            if drawn is not None:
+                dependencies.setdefault(node, []).append(drawn)
+            drawn = node
         since.add(node)
     return dependencies
 

@@ -33,6 +33,11 @@ SETTINGS = (
         "looks for those to write to, and fails.",
     ),
     (
+        "torch._inductor.config.reorder_for_locality (2.11)",
+        "Torch 2.11 moves random ops past each other, so that they draw other values than in eager mode "
+        "(https://github.com/pytorch/pytorch/pull/176842).",
+    ),
+    (
         "torch.fx.experimental._config.backed_size_oblivious",
         "Sizes of 0 and 1 are symbols: a shard may have any size on any rank.",
     ),
@@ -45,6 +50,8 @@ def settle(stack: contextlib.ExitStack) -> None:
     stack.enter_context(_inductor_config.patch(custom_partitioner_fn=around(_inductor_config.custom_partitioner_fn)))
     stack.enter_context(_inductor_config.patch(shape_padding=False))
     stack.enter_context(_functorch_config.patch(force_non_lazy_backward_lowering=True))
+    if running_version() == (2, 11):
+        stack.enter_context(_inductor_config.patch(reorder_for_locality=False))
     if running_version() >= (2, 15) or running_version() == (2, 11):
         stack.enter_context(_functorch_config.patch(donated_buffer=False))
 

@@ -21,6 +21,7 @@ from shardcompile.passes.bucket import buckets as bucket
 from shardcompile.passes.bucket import choice
 from shardcompile.passes.graph.collective import WAIT, collectives
 from shardcompile.passes.graph.dependencies import Closure
+from shardcompile.passes.schedule.control_dependencies import control_dependencies
 from tests.support import lockstep
 from tests.support.lockstep import ALL_REDUCE
 
@@ -144,6 +145,15 @@ def test_random_ops_keep_their_order() -> None:
     assert reductions(graph) == 1
     order = list(graph.nodes)
     assert order.index(first) < order.index(second)
+
+
+def test_inductor_is_told_the_order_of_random_ops() -> None:
+    b = Builder()
+    x, seed = b.input(4), b.input(1, dtype=torch.int64)
+    first, second, third = (b.call(aten.rand_like.default, x) for _ in range(3))
+    fused = b.call(torch.ops.prims.inductor_random.default, [4], seed, "rand")
+    graph = b.output(b.call(aten.add.Tensor, third, first), second, fused)
+    assert control_dependencies(graph) == {second: [first], third: [second]}
 
 
 def _gathered_as_bytes(calls: list[Any]) -> list[Tensor]:

@@ -9,10 +9,7 @@ NO_MESH = "Dynamo cannot pass a mesh to what makes sharded tensors (docs/limits.
 OWN_WORDS = "Dynamo refuses higher-order ops in its own words, before we see them"
 NOT_CACHED = "AOTAutograd's cache keeps no graph with ops of ours"
 SIZES_OF_A_TENSOR = "Dynamo takes tensors in arguments of `redistribute` for constants"
-NO_SMALL_UNSIGNED = "torch has no `where` of unsigned integers of 2 and 4 bytes"
-OTHER_DRAWS = "compiled code draws other values than eager code"
 OTHER_STRIDES = "meta kernels of Fourier transforms state other strides than kernels return"
-NOT_CHECKED = "the meta kernel of `index_copy` checks no sizes, so that only some ranks raise"
 OTHER_REPORTS = "other lines of the program are noted for backward passes"
 
 FROM_2_12: dict[str, str] = {
@@ -55,11 +52,7 @@ FROM_2_12: dict[str, str] = {
     "test_a_sample_of_the_programs": OTHER_STRIDES,
     "test_strides_of_a_shard_without_rows_are_no_matter_to_complex_numbers": OTHER_STRIDES,
     "test_jagged_values_are_those_of_plain_pytorch[a part]": "a copy of a part with an unknown number of rows is refused",
-    "test_one_graph_draws_for_every_partition_what_eager_code_draws[shardcompile]": OTHER_DRAWS,
     "test_ranks_compile_nothing": NOT_CACHED,
-    "test_sizes_of_0_and_1[selection-0]": NOT_CHECKED,
-    "test_what_plain_pytorch_does_with_a_dtype[torch.uint16]": NO_SMALL_UNSIGNED,
-    "test_what_plain_pytorch_does_with_a_dtype[torch.uint32]": NO_SMALL_UNSIGNED,
 }
 """By what a test's name begins with, what torch 2.11 lacks for it. The tests hold from 2.12 on."""
 

@@ -36,7 +36,7 @@ from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.local_shards import padded
 from shardcompile.ops.support.sharded_rows import first_row, local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded
-from shardcompile.sharding import IntLike, Layout, Partition
+from shardcompile.sharding import IntLike, Layout, Partition, transfer_dtype_of
 
 aten = torch.ops.aten
 
@@ -83,7 +83,10 @@ def _masked_term(values: Tensor, is_local: Tensor) -> tuple[Tensor, str]:
     """Returns this rank's term of a reduction, with the neutral element where rows are on other ranks, and its op."""
     if values.dtype is torch.bool:
         return values & is_local, "max"
-    return torch.where(is_local, values, 0), "sum"
+    as_sent = transfer_dtype_of(values.dtype)
+    if as_sent is values.dtype:
+        return torch.where(is_local, values, 0), "sum"
+    return torch.where(is_local, values.view(as_sent), 0).view(values.dtype), "sum"  # 2.11 has no `where` of uint16
 
 
 def _result_placements(

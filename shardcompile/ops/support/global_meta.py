@@ -168,10 +168,13 @@ def _check_rows(op: OpOverload, given: Sequence[Any]) -> None:
     A trace would otherwise find in the backward pass that two sizes are equal, after the outputs of the forward pass
     have been determined.
     """
-    x, dim, _, rows = given[:4]
+    x, dim, index, rows = given[:4]
     if not x.ndim or x.ndim != rows.ndim:
         return  # indices of a 0-dim tensor; or refused by the fake kernel
     dim = dim % x.ndim
+    num_indices, num_rows = index.shape[0] if index.ndim else 1, rows.shape[dim]
+    if isinstance(num_indices, int) and isinstance(num_rows, int) and num_indices != num_rows:  # 2.11
+        raise RuntimeError(f"{op}: {num_indices} indices and {num_rows} rows along dim {dim}")
     if any(m != n for d, (m, n) in enumerate(zip(x.shape, rows.shape, strict=True)) if d != dim):
         raise RuntimeError(f"{op}: rows of shape {tuple(rows.shape)} do not fit into {tuple(x.shape)} along dim {dim}")
 
