@@ -31,9 +31,6 @@ IN_PLACE = {
 } | {torch.Tensor.__setitem__}
 """Functions that write to their first argument."""
 
-TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
-"""Functions that take a plain tensor as a node of the autograd graph, not as a value."""
-
 
 def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | None, bool]:
     """Returns the mesh of the first sharded tensor, and whether there is a tensor to promote."""

@@ -24,7 +24,6 @@ from shardcompile.sharding import Layout, Spec, contiguous_stride, has_segments,
 from shardcompile.tensor import checkpoint, construct, promotion
 from shardcompile.tensor.arguments import (
     IN_PLACE,
-    TAKES_LEAVES,
     laid_out,
     promoted,
     survey,
@@ -40,6 +39,7 @@ from shardcompile.tensor.autograd import (
     redistributed,
     with_contiguous_shards,
 )
+from shardcompile.tensor.backward import WITH_FUNCTIONS_ENABLED, backward
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.memory import data_ptr, explain_read, untyped_storage
 from shardcompile.tensor.sparse_operands import any_sparse, with_sparse_operands
@@ -86,6 +86,8 @@ class ShardTensor(Traced):
             handler = Handlers.of_function(func)
             if handler is not None:
                 return handler(func, types, args, kwargs or {})
+        if func in WITH_FUNCTIONS_ENABLED:
+            return WITH_FUNCTIONS_ENABLED[func](*args, **(kwargs or {}))
         special = FUNCTIONS.get(func)
         if special is None and type(func) is OpOverloadPacket:
             special = NAMED_FUNCTIONS.get(str(func))
@@ -123,14 +125,14 @@ class ShardTensor(Traced):
         cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Returns the arguments of a function, in which plain tensors that require a gradient are promoted."""
-        if promotion.Promotion.mode is not SILENT and func not in TAKES_LEAVES:
+        if promotion.Promotion.mode is not SILENT:
             promotion.report_plain_tensors(func, (args, kwargs))
         mesh, plain = survey(cls, args)
         if kwargs:
             kwargs_mesh, kwargs_plain = survey(cls, kwargs.values())
             mesh, plain = mesh or kwargs_mesh, plain or kwargs_plain
         # A torch.func transform differentiates its own wrappers, and accumulates no gradient into a plain tensor.
-        if plain and mesh is not None and func not in TAKES_LEAVES and not compat.is_transforming():
+        if plain and mesh is not None and not compat.is_transforming():
             args = tuple(promoted(cls, mesh, a) for a in args)
             kwargs = {k: promoted(cls, mesh, a) for k, a in kwargs.items()}
         return args, kwargs
@@ -309,13 +311,14 @@ class ShardTensor(Traced):
         return layout.offset(coordinate, placement.dim) if placement.is_shard() else 0  # type: ignore[attr-defined]
 
     def backward(
-        self, gradient: object = None, retain_graph: object = None, create_graph: bool = False, inputs: object = None
+        self,
+        gradient: object = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: object = None,
     ) -> None:
-        """Runs `torch.Tensor.backward`, after a pending reduction: the gradient is that of the reduced value."""
-        source = redistributed(self, self._spec.layout.reduced())
-        gradient = laid_out(gradient, source._spec.layout, type(self))
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.backward(source, gradient, retain_graph, create_graph, inputs)
+        """Runs `torch.Tensor.backward`."""
+        backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""

@@ -21,7 +21,7 @@ from shardcompile.dispatch.calls import kind_of, plain_text
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.sharded import Sharded
 from shardcompile.sharding import Layout, Spec, contiguous_stride
-from shardcompile.tensor.arguments import IN_PLACE, TAKES_LEAVES, not_in_place
+from shardcompile.tensor.arguments import IN_PLACE, not_in_place
 from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, redistributed
 
 log = logging.getLogger("shardcompile")
@@ -39,7 +39,7 @@ def is_sparse(a: object) -> bool:
 
 def any_sparse(func: Callable[..., object], args: Iterable[object]) -> bool:
     """Returns whether a function takes a sparse tensor as a value."""
-    return func not in TAKES_LEAVES and func.__name__ not in _PROPERTIES and any(map(is_sparse, _leaves(args)))
+    return func.__name__ not in _PROPERTIES and any(map(is_sparse, _leaves(args)))
 
 
 def _leaves(args: Iterable[object]) -> Iterable[object]:
