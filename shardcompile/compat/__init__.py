@@ -84,6 +84,7 @@ from shardcompile.compat.symbols import note_input as note_input
 from shardcompile.compat.symbols import once_in_trace as once_in_trace
 from shardcompile.compat.symbols import retrace as retrace
 from shardcompile.compat.symbols import unrecorded_symbols as unrecorded_symbols
+from shardcompile.compat.threads import hold_device_guard as hold_device_guard
 from shardcompile.compat.threads import ranks_are_threads as ranks_are_threads
 from shardcompile.compat.torch_ops import decomposition_by_torch as decomposition_by_torch
 from shardcompile.compat.torch_ops import decomposition_of as decomposition_of

@@ -1,12 +1,18 @@
-"""Which rank a thread is, if the ranks of a test are threads of one process, and listeners to one rank each."""
+"""Which rank a thread is, if the ranks of a test are threads of one process, and listeners to one rank each.
+
+Also what threads need so that they may end after they have entered a `FakeTensorMode`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
+
+import torch
 
 
 class _Here(threading.local):
@@ -18,6 +24,7 @@ _HERE = _Here()
 
 def be_rank(rank: int) -> None:
     """Make this thread a rank for the rest of its life."""
+    hold_device_guard()
     _HERE.rank = rank
 
 
@@ -40,6 +47,32 @@ def raise_in_main_thread(error: type[BaseException]) -> None:
     ident = threading.main_thread().ident
     if ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
+
+
+def hold_device_guard() -> None:
+    """Let this thread enter a `FakeTensorMode`, and end later.
+
+    A build of torch for CUDA without a GPU registers a stand-in for CUDA's device guard at the first entry. It is
+    thread-local (`ensureCUDADeviceGuardSet` in c10, 2.11 - 2.15), so that the next entry after the thread's end is a
+    segmentation fault. A thread that never ends enters first here.
+    """
+    if threading.current_thread() is not threading.main_thread() and torch.version.cuda is not None:
+        _hold_device_guard()
+
+
+@functools.cache
+def _hold_device_guard() -> None:
+    if torch.cuda.is_available():
+        return
+    entered = threading.Event()
+
+    def hold() -> None:
+        torch._C._ensureCUDADeviceGuardSet()  # 2.11 - 2.15
+        entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name="shardcompile device guard", daemon=True).start()
+    entered.wait()
 
 
 _T = TypeVar("_T")

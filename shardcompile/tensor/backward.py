@@ -19,26 +19,30 @@ from shardcompile import compat
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.arguments import laid_out, survey
 
+Root = Tensor | GradientEdge
+
+_autograd: Any = torch.autograd  # its annotations take tensors or edges, not both
+
 
 def backward(
-    tensors: Any,
-    grad_tensors: Any = None,
+    tensors: object,
+    grad_tensors: object = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    grad_variables: object = None,
+    inputs: object = None,
 ) -> None:
     """Implements `torch.autograd.backward`, with the arguments of that."""
     roots, gradients = _laid_out(tensors, grad_tensors if grad_tensors is not None else grad_variables)
     chosen = None if inputs is None else _sequence(inputs)
     if _needs_tensors(roots, chosen or ()):
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=inputs)
+            _autograd.backward(roots, gradients, retain_graph, create_graph, inputs=inputs)
         return
     for x in chosen or ():
         if isinstance(x, Sharded) and not x.is_leaf:
             x.retain_grad()  # as torch does with tensors
-    torch.autograd.backward(
+    _autograd.backward(
         _edges(roots),
         _with_ones(roots, gradients),
         retain_graph,
@@ -48,9 +52,9 @@ def backward(
 
 
 def grad(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
+    outputs: object,
+    inputs: object,
+    grad_outputs: object = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     only_inputs: bool = True,
@@ -66,46 +70,47 @@ def grad(
         "only_inputs": only_inputs,
         "allow_unused": allow_unused,
     }
-    roots, gradients = (_sequence(outputs), grad_outputs) if is_grads_batched else _laid_out(outputs, grad_outputs)
-    if is_grads_batched or _needs_tensors(roots, chosen):
+    if is_grads_batched or _needs_tensors(_sequence(outputs), chosen):
         options |= {"is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads}
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.autograd.grad(roots, chosen, gradients, **options)
+            return _autograd.grad(outputs, chosen, grad_outputs, **options)  # type: ignore[no-any-return]
+    roots, gradients = _laid_out(outputs, grad_outputs)
     if materialize_grads:
         if allow_unused is False:
             raise ValueError("materialize_grads=True needs allow_unused to be True, or not to be passed")
         options["allow_unused"] = True  # torch materializes no gradient of an edge
-    found = torch.autograd.grad(_edges(roots), _edges(chosen), _with_ones(roots, gradients), **options)
+    found = _autograd.grad(_edges(roots), _edges(chosen), _with_ones(roots, gradients), **options)
     if not materialize_grads:
-        return found
+        return found  # type: ignore[no-any-return]
     return tuple(
-        torch.zeros_like(x, requires_grad=create_graph) if g is None else g for g, x in zip(found, chosen, strict=True)
+        torch.zeros_like(x, requires_grad=create_graph) if g is None and isinstance(x, Tensor) else g
+        for g, x in zip(found, chosen, strict=True)
     )
 
 
-def _sequence(values: Any) -> Sequence[Any]:
+def _sequence(values: object) -> Sequence[Root]:
     if isinstance(values, (Tensor, GradientEdge)):
         return (values,)
-    return tuple(values.values() if isinstance(values, Mapping) else values)
+    return tuple(values.values() if isinstance(values, Mapping) else values)  # type: ignore[arg-type]
 
 
-def _laid_out(tensors: Any, gradients: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+def _laid_out(tensors: object, gradients: object) -> tuple[Sequence[Root], Sequence[Tensor | None]]:
     """Returns the roots and their gradients in the layouts that these have."""
     roots = _sequence(tensors)
-    given = [None] * len(roots) if gradients is None else list(_sequence(gradients))
+    given: list[Any] = [None] * len(roots) if gradients is None else list(_sequence(gradients))
     for i, (x, gradient) in enumerate(zip(roots, given, strict=False)):
         if isinstance(x, Sharded):
             given[i] = laid_out(gradient, x._spec.layout.reduced(), type(x))
     return roots, given
 
 
-def _needs_tensors(roots: Sequence[Any], inputs: Sequence[Any]) -> bool:
+def _needs_tensors(roots: Sequence[Root], inputs: Sequence[Root]) -> bool:
     """Whether edges would not do: in a trace, and where torch raises an error for a tensor."""
     sharded = [x for x in (*roots, *inputs) if isinstance(x, Sharded)]
     return compat.is_traced() or not all(x.requires_grad for x in sharded)
 
 
-def _edges(tensors: Sequence[Any]) -> list[Any]:
+def _edges(tensors: Sequence[Root]) -> list[Root]:
     """Replaces sharded tensors by their gradient edges. The caller keeps the tensors, which own the nodes."""
     for x in tensors:
         if isinstance(x, Sharded) and x._align_grad:
@@ -117,7 +122,7 @@ def _edge(x: Sharded) -> GradientEdge:
     return get_gradient_edge(x) if x.grad_fn is None else GradientEdge(x.grad_fn, x.output_nr)
 
 
-def _with_ones(roots: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def _with_ones(roots: Sequence[Root], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Replaces the gradients that torch creates for tensors of one element, since an edge does not tell the layout."""
     if len(roots) != len(gradients):
         return list(gradients)  # torch raises the error

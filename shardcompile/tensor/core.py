@@ -80,6 +80,7 @@ class ShardTensor(Traced):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
+        """Runs a torch function: by a handler, by an implementation above autograd, or with parameters promoted."""
         if torch._C._is_tracing() or compat.has_modes():
             refuse_other_tracers(cls, args)
         if _FUNCTION_HANDLERS or _NAMED_HANDLERS:

@@ -109,6 +109,7 @@ def _run_fake(
     record = record_of(op)
     no_unknown_shapes = compat.refuse_unknown_shapes(mode, op)
     faked = contextlib.nullcontext() if on_meta else mode
+    compat.hold_device_guard()
     with compat.outside_trace(), faked, no_unknown_shapes, torch._C.DisableTorchFunctionSubclass():
         try:
             given = [fake(a) for a in args]
