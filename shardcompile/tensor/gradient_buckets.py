@@ -4,7 +4,8 @@ A leaf, such as the weight of a module, is promoted through two autograd nodes. 
 (`Promote`) adds this rank's term of the gradient to the open bucket of the backward pass. The outer one has the lowest
 priority of all nodes, so that it runs when nothing else can: it reduces what is in the buckets, and passes the complete
 gradient on to the leaf. Hooks of the leaf, `torch.autograd.grad` and what else looks at gradients of leaves thus see
-complete plain tensors, and no collective depends on whether a rank has hooks.
+complete plain tensors, and no collective depends on whether a rank has hooks. What plain ops make of leaves, such as a
+normalized weight, counts as a leaf: its gradient is passed on to them at the end.
 
 Buckets follow from the order of the backward pass, which is the same on all ranks. A bucket that holds
 `config.gradient_bucket_bytes` is reduced at once, while the backward pass goes on.
@@ -17,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial
 
@@ -26,9 +29,11 @@ from shardcompile.sharded import Sharded
 from shardcompile.sharding import Layout, Spec
 from shardcompile.tensor.autograd import Promote, brought_to, complete_gradient
 
+_NODES_BEHIND = 32
+
 
 def promote_leaf(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
-    """Promotes a plain leaf that requires a gradient to a replicated tensor; its gradient is reduced with others."""
+    """Promotes a plain tensor for which `may_wait` holds to a replicated one; its gradient is reduced with others."""
     alias = torch.ops.aten.alias.default(x)
     node = alias.grad_fn
     compat.run_after_others(node)
@@ -39,17 +44,40 @@ def promote_leaf(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
 def may_wait(x: Tensor, mesh: DeviceMesh) -> bool:
     """Whether the gradient of a plain tensor may be reduced at the end of the backward pass.
 
-    It may if nothing but the leaf itself receives it, on the device of the mesh, and it is not traced.
+    It may if nothing but plain leaves receive it, on the device of the mesh, and it is not traced.
     """
     return (
         type(x) in (Tensor, torch.nn.Parameter)
-        and x.is_leaf
+        and (x.is_leaf or _is_made_of_leaves(x))
         and x.device.type == mesh.device_type
         and config.gradient_bucket_bytes > 0
         and not compat.is_traced()
         and not compat.is_transforming()
         and not compat.gradients_are_read_while_backward_runs()
     )
+
+
+def _is_made_of_leaves(x: Tensor) -> bool:
+    """Whether a few ops of torch, and nothing else, lie between leaves and a plain tensor.
+
+    A node of Python may lead to sharded tensors, whose gradients are reduced in turn, or into compiled code. That of a
+    module's backward hook leads on to what it wraps; a rank may have such hooks that others do not have.
+    """
+    seen: set[Node] = set()
+    pending = [x.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction):
+            if node.name() != "BackwardHookFunctionBackward":
+                return False
+        elif len(seen) == _NODES_BEHIND:
+            return False
+        else:
+            seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+    return True
 
 
 class _Bucket:

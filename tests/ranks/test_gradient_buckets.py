@@ -266,13 +266,47 @@ def test_hooks_of_one_rank_are_no_matter_to_the_others(size: int) -> None:
 
 
 @pytest.mark.ranks(2, processes=False)
-@pytest.mark.parametrize(("size", "collectives"), [(25 << 20, 1), (200, 2), (0, 6)])
+@pytest.mark.parametrize(("size", "collectives"), [(25 << 20, 1), (200, 2), (0, 6)], indirect=["size"])
 def test_collectives_of_a_backward_pass(size: int, collectives: int) -> None:
     model, x = net(), sharded(init_device_mesh("cpu", (2,)))(0)
-    with sc.config.patch(gradient_bucket_bytes=size), CommDebugMode() as comm:
+    with CommDebugMode() as comm:
         y = model.second(model.norm(model.first(x)))
         y.backward(torch.ones_like(y))
     assert comm.get_total_counts() == collectives
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_gradients_of_what_plain_ops_make_of_leaves_are_reduced_with_others() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3))).double()
+    x = sharded(init_device_mesh("cpu", (2,)))(0)
+    if rank() == 0:  # a node of Python, which the other rank does not have
+        for layer in layers:
+            layer.parametrizations.weight.register_full_backward_hook(lambda *_: None)
+    with CommDebugMode() as comm:
+        y = layers(x)
+        y.backward(torch.ones_like(y))
+    assert comm.get_total_counts() == 1
+    got = gradients(layers)
+    layers.zero_grad()
+    layers(rows()).sum().backward()
+    compare(got, gradients(layers))
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_gradients_that_reach_sharded_tensors_do_not_wait() -> None:
+    model, x = net(), sharded(init_device_mesh("cpu", (2,)))(0)
+    hidden = model.first(x)
+    y = model.norm(hidden) * hidden.sum(0).full_tensor().tanh()
+    with CommDebugMode() as comm:
+        y.backward(torch.ones_like(y))
+    assert (
+        comm.get_total_counts() == 2
+    )  # that of the sum, which the backward pass of the first layer needs, and a bucket
+    compare_with = net()
+    hidden = compare_with.first(rows())
+    (compare_with.norm(hidden) * hidden.sum(0).tanh()).sum().backward()
+    compare(gradients(model), gradients(compare_with))
 
 
 @pytest.mark.ranks(2, processes=False)

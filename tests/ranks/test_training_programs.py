@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from shardcompile import compat
 from shardcompile.testing import once
 from tests.support.tiers import often
 from tests.support.training_programs import Program
-
-BUCKET_BYTES = (0, 200, 25 << 20)
-"""Each gradient alone, several buckets, and one."""
 
 
 def noted(seed: int, compiled: bool) -> list[tuple[str, Tensor | None]]:
@@ -36,8 +33,7 @@ def compare(seed: int, compile_: Callable[[nn.Module], Callable[[Tensor], Tensor
         lambda full, dim, sizes: sc.distribute_tensor(full, mesh, [Shard(dim)], sharding_shapes={0: sizes}),
         compile_,
     )
-    with sc.config.patch(gradient_bucket_bytes=BUCKET_BYTES[seed % len(BUCKET_BYTES)]):
-        program.run()
+    program.run()
     assert [name for name, _ in program.noted] == [name for name, _ in expected], f"program {seed}"
     for (name, got), (_, want) in zip(program.noted, expected, strict=True):
         if want is None:
@@ -56,6 +52,14 @@ def without_fully_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "gradients_are_read_while_backward_runs", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def bucket_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each gradient alone, several buckets, or one; set here, since ranks that are threads share the setting."""
+    first = request.node.callspec.params["first"]
+    with sc.config.patch(gradient_bucket_bytes=(25 << 20, 200, 0)[first // 20 % 3]):
+        yield
+
+
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("first", often(list(range(0, 200, 20)), 1))
 def test_eager(first: int) -> None:
@@ -64,7 +68,7 @@ def test_eager(first: int) -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("seed", often(list(range(1000, 1030)), 1))
-def test_with_a_compiled_model(seed: int) -> None:
+@pytest.mark.parametrize("first", often(list(range(1000, 1030)), 1))
+def test_with_a_compiled_model(first: int) -> None:
     once(torch.compiler.reset)
-    compare(seed, lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"))
+    compare(first, lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"))

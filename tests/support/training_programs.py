@@ -79,6 +79,17 @@ class Buckets(nn.Module):
         return x + self.table(x.detach().abs().sum(-1).long().clamp(0, 4))
 
 
+class Normalized(nn.Module):
+    """A linear layer whose weight plain ops make of two parameters, as weight norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.direction = nn.Parameter(torch.ones(WIDTH, 1)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nnf.linear(x, self.length.clamp(min=0.1) * self.direction / self.direction.norm(dim=1, keepdim=True))
+
+
 class Mixing(nn.Module):
     """Functions that sharded tensors implement above autograd: `einsum`, Fourier transforms, padding."""
 
@@ -111,6 +122,7 @@ LAYERS: Sequence[Callable[[], nn.Module]] = (
     Neighbours,
     Buckets,
     Mixing,
+    Normalized,
     Attention,
     lambda: nn.Linear(WIDTH, WIDTH),
     lambda: nn.Sequential(nn.Tanh(), nn.LayerNorm(WIDTH)),

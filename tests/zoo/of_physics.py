@@ -70,7 +70,7 @@ _SINGLE = {"dtype": torch.float32, "tolerance": 1e-4}
 """Of models that hold weights of single precision whatever is asked for."""
 
 OF_PHYSICS = [
-    Entry("pn-transolver", _of("transolver", "Transolver", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo", graphs=2),
+    Entry("pn-transolver", _of("transolver", "Transolver", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo"),
     Entry("pn-flare", _of("flare", "FLARE", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo", gathers=(PARTS,)),
     Entry(
         "pn-geotransolver",
