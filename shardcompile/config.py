@@ -5,7 +5,6 @@ import os
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -70,7 +69,7 @@ def patch(**settings: object) -> Iterator[None]:
     """Context manager that changes settings: ``with sc.config.patch(attention="ring"):``, on all ranks.
 
     Settings that matter for a backward pass are read when it is traced or, in eager mode, when it runs, so call
-    ``backward()`` inside of the context. Threads share the settings; contexts may end in any order.
+    ``backward()`` inside of the context.
 
     Raises:
         ValueError: there is no such setting, or the value is not allowed for it.
@@ -80,37 +79,13 @@ def patch(**settings: object) -> Iterator[None]:
         raise RuntimeError("config.patch begins and ends outside of compiled functions; call them inside of it")
     module = sys.modules[__name__]
     before = {name: _value(name) for name in settings}
-    entered: list[_Entry] = []
     try:
         for name, value in settings.items():
             setattr(module, name, value)
-            entries = _ENTRIES.setdefault(name, [])
-            if not entries:
-                entries.append(_Entry(name, before[name]))
-            entered.append(_Entry(name, value))
-            entries.append(entered[-1])
         yield
     finally:
-        for entry in reversed(entered):
-            entries = _ENTRIES[entry.name]
-            is_last = entries[-1] is entry
-            entries.remove(entry)
-            if is_last:
-                setattr(module, entry.name, entries[-1].value)
-            if len(entries) == 1:
-                entries.clear()
-
-
-@dataclass(eq=False)
-class _Entry:
-    """The value that a context of `patch` gives to a setting."""
-
-    name: str
-    value: object
-
-
-_ENTRIES: dict[str, list[_Entry]] = {}
-"""The contexts of `patch` that are open, by setting, after the value that the setting had before."""
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _value(name: str) -> object:

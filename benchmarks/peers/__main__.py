@@ -44,9 +44,9 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for work in options.works:
-        for partition, sizes in WORKS[work].partitions.items():
-            print(f"{work}, {partition}", flush=True)
-            results[work, partition] = run_ranks(measure, RANKS, work, sizes, options.rounds, options.backend)
+        for label, partitions in WORKS[work].partitions.items():
+            print(f"{work}, {label}", flush=True)
+            results[work, label] = run_ranks(measure, RANKS, work, partitions, options.rounds, options.backend)
     report(results)
 
 

@@ -20,9 +20,9 @@ _LOCAL = {"wait", "wrap"}
 """Parts of the names of ops of `_c10d_functional` that send nothing."""
 
 
-def measure(name: str, sizes: Sequence[int], rounds: int, backend: str) -> dict[str, Any]:
+def measure(name: str, partitions: Sequence[Sequence[int]], rounds: int, backend: str) -> dict[str, Any]:
     """On one rank: collectives of a step, and median seconds, by contender."""
-    made = contenders(WORKS[name], init_device_mesh("cpu", (dist.get_world_size(),)), sizes, backend)
+    made = contenders(WORKS[name], init_device_mesh("cpu", (dist.get_world_size(),)), partitions, backend)
     expected = _gradients(made.pop("whole"))
     for contender, trainer in list(made.items()):
         try:

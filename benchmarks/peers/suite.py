@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from examples.poisson.model import PointTransformer
 LAYERS = 4
 
 
-def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
+def _mean_square(model: nn.Module, *inputs: Tensor) -> Tensor:
+    return model(*inputs).square().mean()  # type: ignore[no-any-return]
 
 
 def _points_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
@@ -38,6 +38,90 @@ def _convolutions_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
             assert isinstance(layer, nn.Conv2d)
             x = nn.functional.conv2d(Halo.apply(x, group), layer.weight, layer.bias, padding=(0, 1))
         return Sum.apply(x.square().sum(), group) / (sum(sizes) * x.numel() // x.shape[2])
+
+    return forward
+
+
+class UNet(nn.Module):
+    """Two resolutions, joined by pooling and a transposed convolution. [1, 16, h, w] -> [1, 16, h, w]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(32, 16, 2, stride=2), nn.Conv2d(32, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.connected(x, lambda layer, x: layer(x))
+
+    def connected(self, x: Tensor, convolve: Callable[[nn.Conv2d, Tensor], Tensor]) -> Tensor:
+        """Runs the network, given how it convolves."""
+        fine = convolve(self.fine, x).relu()
+        coarse = convolve(self.coarse, nn.functional.max_pool2d(fine, 2)).relu()
+        return convolve(self.out, torch.cat([fine, self.up(coarse)], 1))
+
+
+def _unet_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
+    def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(Halo.apply(x, group), layer.weight, layer.bias, padding=(0, 1))
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(model, UNet)
+        x = model.connected(x, convolve)
+        return Sum.apply(x.square().sum(), group) / (sum(sizes) * x.numel() // x.shape[2])
+
+    return forward
+
+
+class GraphNet(nn.Module):
+    """Message passing: each node sums messages of its neighbours. [n, C], edges from and to nodes [e, 2] -> [n, C]."""
+
+    def __init__(self, channels: int = 32, layers: int = 3) -> None:
+        super().__init__()
+        self.messages = nn.ModuleList(nn.Linear(2 * channels, channels) for _ in range(layers))
+        self.updates = nn.ModuleList(nn.Linear(2 * channels, channels) for _ in range(layers))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        start, end = edges.unbind(1)
+        return self.passed(x, lambda x: x, start, end, end)
+
+    def passed(
+        self, x: Tensor, gather: Callable[[Tensor], Tensor], start: Tensor, end: Tensor, own_end: Tensor
+    ) -> Tensor:
+        """Runs the network.
+
+        Args:
+            x: this rank's nodes, or all.
+            gather: from these to all nodes.
+            start: index among all nodes from which an edge comes.
+            end: index among all nodes to which it leads.
+            own_end: the same among this rank's nodes.
+        """
+        for message, update in zip(self.messages, self.updates, strict=True):
+            nodes = gather(x)
+            sent = message(torch.cat([nodes[start], nodes[end]], 1)).relu()
+            x = x + update(torch.cat([x, torch.zeros_like(x).index_add(0, own_end, sent)], 1)).relu()
+        return x
+
+
+NODES, NEIGHBOURS = 4000, 6
+
+
+def _edges() -> list[Tensor]:
+    """Edges to each node, in order, from nodes nearby, and from one anywhere."""
+    end = torch.arange(NODES).repeat_interleave(NEIGHBOURS)
+    start = (end + torch.randint(-50, 50, end.shape)) % NODES
+    start[::NEIGHBOURS] = torch.randint(0, NODES, (NODES,))
+    return [torch.stack([start, end], 1)]
+
+
+def _graph_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
+    first = sum(sizes[: group.rank()])
+
+    def forward(model: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+        assert isinstance(model, GraphNet)
+        start, end = edges.unbind(1)
+        x = model.passed(x, lambda x: Gather.apply(x, group, sizes), start, end, end - first)
+        return Sum.apply(x.square().sum(), group) / (sum(sizes) * x.shape[1])
 
     return forward
 
@@ -79,7 +163,7 @@ def _encoder_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
     return forward
 
 
-def _points(points: int, partitions: dict[str, list[int]]) -> Work:
+def _points(points: int, partitions: dict[str, list[list[int]]]) -> Work:
     return Work(
         lambda: PointTransformer(layers=LAYERS),
         (points, 5),
@@ -91,20 +175,19 @@ def _points(points: int, partitions: dict[str, list[int]]) -> Work:
     )
 
 
+def _partitions(rows: int) -> dict[str, list[list[int]]]:
+    return {"even": [[rows // 2, rows // 2]], "1:3": [[rows // 4, rows - rows // 4]]}
+
+
+CHANGING = {"another each step": [[4000, 4000], [2000, 6000], [5000, 3000], [1000, 7000]]}
+
 WORKS: dict[str, Work] = {
-    "points": _points(8000, {"even": [4000, 4000], "1:3": [2000, 6000]}),
-    "64 points": _points(64, {"even": [32, 32]}),
-    "convolutions": Work(
-        _convolutions,
-        (1, 16, 128, 128),
-        2,
-        _mean_square,
-        _convolutions_by_hand,
-        {"even": [64, 64], "1:3": [32, 96]},
-    ),
-    "encoder": Work(
-        Encoder, (2048, 128), 0, _mean_square, _encoder_by_hand, {"even": [1024, 1024], "1:3": [512, 1536]}
-    ),
+    "points": _points(8000, _partitions(8000) | CHANGING),
+    "64 points": _points(64, {"even": [[32, 32]]}),
+    "convolutions": Work(_convolutions, (1, 16, 128, 128), 2, _mean_square, _convolutions_by_hand, _partitions(128)),
+    "u-net": Work(UNet, (1, 16, 128, 128), 2, _mean_square, _unet_by_hand, _partitions(128)),
+    "graph": Work(GraphNet, (NODES, 32), 0, _mean_square, _graph_by_hand, _partitions(NODES), more=_edges),
+    "encoder": Work(Encoder, (2048, 128), 0, _mean_square, _encoder_by_hand, _partitions(2048)),
 }
 """The works, by name."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardcompile import ShardTensor
 from shardcompile.collectives import all_reduce
 
-Forward = Callable[[nn.Module, Tensor], Any]
-"""Computes the loss of a model for this rank's part of the input, or for a sharded or a whole input."""
+Forward = Callable[..., Any]
+"""Computes the loss, given a model and its inputs: whole, sharded, or this rank's shards."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,14 @@ class Work:
 
     Attributes:
         model: makes the model; equal on all ranks.
-        shape: of the input.
-        dim: the dim of the input that is sharded.
-        loss: the loss for a plain, a sharded or a DTensor input.
-        by_hand: the same for this rank's shard, given the group and the sizes of all shards: the whole loss, whose
+        shape: of the first input, whose values are drawn.
+        dim: the dim of that input that is sharded.
+        loss: the loss for plain, sharded or DTensor inputs.
+        by_hand: the same for this rank's shards, given the group and the sizes of all shards: the whole loss, whose
             gradients are this rank's terms, but for parameters named in `complete`.
-        partitions: sizes of the shards for two ranks, by label.
+        partitions: by label, the sizes of the shards for two ranks, of which steps take turns.
         complete: parts of names of parameters whose gradients are complete on every rank by hand.
+        more: makes further inputs. They are sharded along dim 0, and have a multiple of the rows of the first input.
     """
 
     model: Callable[[], nn.Module]
@@ -39,8 +42,9 @@ class Work:
     dim: int
     loss: Forward
     by_hand: Callable[[ProcessGroup, Sequence[int]], Forward]
-    partitions: Mapping[str, Sequence[int]]
+    partitions: Mapping[str, Sequence[Sequence[int]]]
     complete: Sequence[str] = ()
+    more: Callable[[], Sequence[Tensor]] = tuple
 
 
 class Trainer:
@@ -48,8 +52,7 @@ class Trainer:
 
     Args:
         model: the model.
-        given: the input of `forward`.
-        forward: computes the loss.
+        batches: functions that compute the loss, each with its inputs; steps take turns.
         backend: of torch.compile; None for eager mode.
         finish: what is done with the gradients before the step of the optimizer.
     """
@@ -57,20 +60,24 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        given: Tensor,
-        forward: Forward,
+        batches: Sequence[tuple[Forward, Sequence[Tensor]]],
         backend: str | None,
         finish: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
-        self.model, self._given, self._finish = model, given, finish
-        loss = lambda x: forward(model, x)  # noqa: E731
-        self._loss = loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend)
+        self.model, self._finish = model, finish
+        losses: dict[Forward, Forward] = {}
+        for forward, _ in batches:
+            if forward not in losses:
+                loss = functools.partial(forward, model)
+                losses[forward] = loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend)
+        self._batches = itertools.cycle([(losses[forward], inputs) for forward, inputs in batches])
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def gradients(self) -> None:
         """Computes the gradients of the parameters."""
         self._optimizer.zero_grad()
-        self._loss(self._given).backward()
+        loss, inputs = next(self._batches)
+        loss(*inputs).backward()
         self._finish(self.model)
 
     def step(self) -> None:
@@ -84,14 +91,26 @@ class Trainer:
         return torch.cat([g.flatten() for g in full if g is not None])
 
 
-def contenders(work: Work, mesh: DeviceMesh, sizes: Sequence[int], backend: str) -> dict[str, Trainer]:
+def contenders(work: Work, mesh: DeviceMesh, partitions: Sequence[Sequence[int]], backend: str) -> dict[str, Trainer]:
     """Makes the contenders of a work, by name; the first is one process with the whole input, for its values."""
     torch.manual_seed(1)
-    whole = torch.randn(work.shape)
-    shard = whole.split(list(sizes), work.dim)[mesh.get_local_rank()].contiguous()
+    whole = [torch.randn(work.shape), *work.more()]
+    dims = [work.dim, *[0] * (len(whole) - 1)]
     group = mesh.get_group()
-    by_hand = work.by_hand(group, sizes)
-    sharded = ShardTensor.from_local(shard.clone(), mesh, [Shard(work.dim)], sharding_shapes={0: list(sizes)})
+
+    def shards(sizes: Sequence[int]) -> list[Tensor]:
+        parts = [x.split(_rows(x, dim, sizes), dim) for x, dim in zip(whole, dims, strict=True)]
+        return [part[mesh.get_local_rank()].contiguous() for part in parts]
+
+    by_hand = [(work.by_hand(group, sizes), shards(sizes)) for sizes in partitions]
+    sharded = [
+        [
+            ShardTensor.from_local(shard.clone(), mesh, [Shard(dim)], sharding_shapes={0: _rows(x, dim, sizes)})
+            for shard, x, dim in zip(shards(sizes), whole, dims, strict=True)
+        ]
+        for sizes in partitions
+    ]
+    ours = [(work.loss, inputs) for inputs in sharded]
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -106,17 +125,22 @@ def contenders(work: Work, mesh: DeviceMesh, sizes: Sequence[int], backend: str)
             grad.copy_(part.view_as(grad))
 
     made = {
-        "whole": Trainer(model(), whole, work.loss, None),
-        "eager": Trainer(model(), sharded, work.loss, None),
-        "compiled": Trainer(model(), sharded, work.loss, backend),
-        "eager by hand": Trainer(model(), shard, by_hand, None, sum_gradients),
-        "compiled by hand": Trainer(model(), shard, by_hand, "inductor", sum_gradients),
+        "whole": Trainer(model(), [(work.loss, whole)], None),
+        "eager": Trainer(model(), ours, None),
+        "compiled": Trainer(model(), ours, backend),
+        "eager by hand": Trainer(model(), by_hand, None, sum_gradients),
+        "compiled by hand": Trainer(model(), by_hand, "inductor", sum_gradients),
     }
-    if len(set(sizes)) == 1:
-        made["eager DTensor"] = Trainer(
-            _replicated(model(), mesh), DTensor.from_local(shard, mesh, [Shard(work.dim)]), work.loss, None, _reduced
-        )
+    if all(len(set(sizes)) == 1 for sizes in partitions):
+        even = [DTensor.from_local(x, mesh, [Shard(dim)]) for x, dim in zip(shards(partitions[0]), dims, strict=True)]
+        made["eager DTensor"] = Trainer(_replicated(model(), mesh), [(work.loss, even)], None, _reduced)
     return made
+
+
+def _rows(x: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
+    """Returns the sizes of the shards of an input whose rows are a multiple of those of the first one."""
+    times = x.shape[dim] // sum(sizes)
+    return [size * times for size in sizes]
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -143,7 +143,7 @@ _IN_MODES = (  # flags that a dispatch mode is active; 2.11 - 2.15
 def save_rank_globals() -> list[object]:
     """The globals that a rank in its own process would have to itself: random numbers, settings, modes, warnings."""
     kernels = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
-    settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
+    settings = {name: getattr(config, name) for name in config.SETTINGS}
     caught = {name: getattr(warnings, name) for name in _WARNINGS}
     modes = [getattr(_python_dispatch, name) for name in _IN_MODES]
     numbers = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
