@@ -29,9 +29,9 @@ def trace_size_obliviously() -> None:
         # `item` in the user's code it consults another switch.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
     make_decisions_rank_invariant()
-    stack = _COMPILATION[0]
-    if trace_obliviously(stack):
-        put_in(OF_A_COMPILATION, stack)
+    for stack in _COMPILATION:
+        if trace_obliviously(stack):
+            put_in(OF_A_COMPILATION, stack)
 
 
 def make_decisions_rank_invariant() -> None:
@@ -39,19 +39,25 @@ def make_decisions_rank_invariant() -> None:
 
     Every graph with sharded tensors needs this: plain inputs, strides and memory differ from rank to rank.
     """
-    if _COMPILATION:
+    if _COMPILATION or not _tells_its_end():
         return
     stack = contextlib.ExitStack()
     _COMPILATION.append(stack)
     settle(stack)
     put_in(OF_RANKS_ALIKE, stack)
-
-    def restore(_: object) -> None:
-        _COMPILATION.pop().close()
-        _compile_callbacks.remove_end_callback(restore)
-
     # One callback serves all patches: torch skips the callback after one that removes itself from the list.
-    _compile_callbacks.register_end_callback(restore)
+    _compile_callbacks.register_end_callback(_restore)
+
+
+def _restore(_: object) -> None:
+    _COMPILATION.pop().close()
+    _compile_callbacks.remove_end_callback(_restore)
+
+
+def _tells_its_end() -> bool:
+    """Whether the running compilation calls back when it ends. That of `torch.export` (2.15) does not."""
+    pending = "_CompilationCallbackHandler__pending_callbacks_counter"  # 2.11 - 2.15
+    return bool(getattr(_compile_callbacks, pending) > 0)
 
 
 _COMPILATION: list[contextlib.ExitStack] = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
-from shardcompile.testing import LocalRanks, rank
+from shardcompile.testing import LocalRanks, once, rank
 
 
 def _sharded(mesh: DeviceMesh) -> Any:
@@ -78,6 +78,16 @@ def _try_flattening(mesh: DeviceMesh) -> None:
         torch.utils.dlpack.to_dlpack(_sharded(mesh))
     with pytest.raises(RuntimeError):
         torch.sparse_coo_tensor(_sharded(mesh).T[:2].long(), torch.ones(5))
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_an_export_that_is_refused_leaves_no_setting_behind() -> None:
+    x = sc.ones(7, 3, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+    with pytest.raises(Exception, match="constants of the graph"):
+        torch.export.export(nn.Linear(3, 2), (x,))
+    once(torch.compiler.reset)
+    assert torch._inductor.config.shape_padding
+    assert not torch.fx.experimental._config.backed_size_oblivious
 
 
 def test_torch_itself_refuses() -> None:
