@@ -137,6 +137,6 @@ def _with_ones(roots: Sequence[Root], gradients: Sequence[Tensor | None]) -> lis
 WITH_FUNCTIONS_ENABLED: dict[Any, Callable[..., object]] = {
     torch.autograd.backward: backward,
     torch.autograd.grad: grad,
-    Tensor.backward: backward,
+    Tensor.backward: lambda x, *args, **kwargs: x.backward(*args, **kwargs),
 }
 """Implementations that run with torch functions enabled, by torch function."""

@@ -150,10 +150,15 @@ def test_errors_of_torch() -> None:
 
 
 @pytest.mark.ranks(3, processes=False)
-def test_gradients_of_chosen_tensors_that_are_no_leaves() -> None:
+@pytest.mark.parametrize("positional", [False, True])
+def test_gradients_of_chosen_tensors_that_are_no_leaves(positional: bool) -> None:
     def gradients(x: Tensor) -> list[Any]:
         y = x.requires_grad_() * 2
-        y.square().sum().backward(inputs=[y])
+        loss = y.square().sum()
+        if positional:
+            Tensor.backward(loss, None, None, False, [y])
+        else:
+            loss.backward(inputs=[y])
         return [x.grad, y.grad]
 
     none, got = gradients(sharded())
