@@ -32,11 +32,15 @@ def _convolutions() -> nn.Module:
     return nn.Sequential(*[nn.Conv2d(16, 16, 3, padding=1) for _ in range(3)])
 
 
+def _convolve_by_hand(layer: nn.Conv2d, x: Tensor, group: ProcessGroup) -> Tensor:
+    return nn.functional.conv2d(Halo.apply(x, group), layer.weight, layer.bias, padding=(0, 1))
+
+
 def _convolutions_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         for layer in model.children():
             assert isinstance(layer, nn.Conv2d)
-            x = nn.functional.conv2d(Halo.apply(x, group), layer.weight, layer.bias, padding=(0, 1))
+            x = _convolve_by_hand(layer, x, group)
         return Sum.apply(x.square().sum(), group) / (sum(sizes) * x.numel() // x.shape[2])
 
     return forward
@@ -61,12 +65,9 @@ class UNet(nn.Module):
 
 
 def _unet_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
-    def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-        return nn.functional.conv2d(Halo.apply(x, group), layer.weight, layer.bias, padding=(0, 1))
-
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(model, UNet)
-        x = model.connected(x, convolve)
+        x = model.connected(x, lambda layer, x: _convolve_by_hand(layer, x, group))
         return Sum.apply(x.square().sum(), group) / (sum(sizes) * x.numel() // x.shape[2])
 
     return forward

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardcompile import compat
 from shardcompile.sharded import Sharded
-from shardcompile.tensor.arguments import laid_out, survey
+from shardcompile.tensor.arguments import align_gradient, laid_out
 
 Root = Tensor | GradientEdge
 
@@ -114,7 +114,7 @@ def _edges(tensors: Sequence[Root]) -> list[Root]:
     """Replaces sharded tensors by their gradient edges. The caller keeps the tensors, which own the nodes."""
     for x in tensors:
         if isinstance(x, Sharded) and x._align_grad:
-            survey(type(x), (x,))
+            align_gradient(x)
     return [_edge(x) if isinstance(x, Sharded) else x for x in tensors]
 
 

@@ -29,8 +29,6 @@ from shardcompile.sharded import Sharded
 from shardcompile.sharding import Layout, Spec
 from shardcompile.tensor.autograd import Promote, brought_to, complete_gradient
 
-_NODES_BEHIND = 32
-
 
 def promote_leaf(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
     """Promotes a plain tensor for which `may_wait` holds to a replicated one; its gradient is reduced with others."""
@@ -55,6 +53,10 @@ def may_wait(x: Tensor, mesh: DeviceMesh) -> bool:
         and not compat.is_transforming()
         and not compat.gradients_are_read_while_backward_runs()
     )
+
+
+_NODES_BEHIND = 32
+"""How many autograd nodes may lie between leaves and a tensor that counts as one; each promotion walks over them."""
 
 
 def _is_made_of_leaves(x: Tensor) -> bool:
