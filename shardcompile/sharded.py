@@ -49,8 +49,8 @@ class Sharded(torch.Tensor):
         _followers: weak references to the copied views of it.
         _align_grad: whether a hook that gives the gradient its layout has still to be registered.
         _borrows: whether the local shard is memory of a user, who may write to it unseen.
-        _sum: the value of a pending reduction that an op has read; see `dispatch.run`.
-        _halos: the rows that convolutions have fetched for it, by their windows; see `Windows.fetch_for_backward`.
+        _kept: results of collectives that later ops use again; see `ops.support.kept`.
+        _elements: of a view of integers, how it was made; see `ops.support.kept`.
         _deposit: where a gradient that is reduced together with others is to be found; see `gradient_buckets`.
     """
 
@@ -62,8 +62,8 @@ class Sharded(torch.Tensor):
     _followers: Sequence[weakref.ref[Sharded]] = ()
     _align_grad: bool = False
     _borrows: bool = False
-    _sum: Any = None
-    _halos: Any = None
+    _kept: Any = None
+    _elements: Any = None
     _deposit: Any = None
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from benchmarks.peers.works import Trainer, contenders
 from shardcompile.collectives.descriptor import own_collectives
 
 TOLERANCE = 1e-3
-_LOCAL = {"wait", "wrap"}
-"""Parts of the names of ops of `_c10d_functional` that send nothing."""
 
 
 def measure(name: str, partitions: Sequence[Sequence[int]], rounds: int, backend: str) -> dict[str, Any]:
@@ -50,9 +48,14 @@ def _collectives(trainer: Trainer) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.step()
     ops = {str(op).replace(".", "::") for op in own_collectives()}
-    return sum(
-        event.count
-        for event in profiled.key_averages()
-        if event.key in ops
-        or (event.key.startswith("_c10d_functional::") and not _LOCAL & set(event.key.replace(":", "_").split("_")))
-    )
+    return len({id(_outermost(event, ops)) for event in profiled.events() if event.name.startswith("c10d::")})
+
+
+def _outermost(event: Any, ops: Collection[str]) -> Any:
+    """Returns the outermost collective that an event of the profiler is a part of, such as one of its messages."""
+    found = event
+    while event is not None:
+        if event.name in ops or event.name.startswith("_c10d_functional::"):
+            found = event
+        event = event.cpu_parent
+    return found

@@ -24,6 +24,7 @@ from shardcompile.collectives.routes import (
     exchange_rows,
     first_rows,
     gather_counts,
+    out_of_range,
     partition_of_sizes,
 )
 from shardcompile.compat.own_ops import define_op
@@ -49,6 +50,8 @@ class LocalGatherPlan(NamedTuple):
             [e], int64.
         sent_partition: the partition of the sent rows over the ranks.
         arrived_partition: the partition of the received rows over the ranks.
+        least: the least index of each rank that has negative indices, 0 of the others: [ranks], int64, on the CPU; None
+            if that is unknown.
     """
 
     partition: Partition
@@ -59,6 +62,15 @@ class LocalGatherPlan(NamedTuple):
     place: Tensor
     sent_partition: Partition
     arrived_partition: Partition
+    least: Tensor | None = None
+
+    def without_negatives(self, call: str) -> LocalGatherPlan:
+        """Returns the plan for an op that takes no negative indices.
+
+        Raises:
+            RowRangeError: on every rank, if an index is negative on some rank.
+        """
+        return self._replace(asked=_ops.without_negatives(self.asked, self.least, _rule_of(call)))
 
     @property
     def _num_rows(self) -> Any:
@@ -153,18 +165,16 @@ def make_gather_plan(
     about: IntLike,
     call: str,
     *,
-    wraps: bool = True,
     may_miss: bool = False,
 ) -> LocalGatherPlan:
     """Makes the gather plan of an index along a sharded dim. Two collectives: request counts, and requested indices.
 
     Args:
-        index: this rank's global row indices: [e].
+        index: this rank's global row indices: [e]. Negative ones count from the end of the dim.
         partition: the partition of the dim, over one mesh dim.
         mesh: the mesh.
         about: hint of the number of entries on all ranks.
         call: the op or the function, for messages.
-        wraps: whether negative indices count from the end of the dim; otherwise they are out of range.
         may_miss: whether an entry may also equal the size of the dim, which refers to no row: its place is after all
             local and received rows.
 
@@ -174,9 +184,10 @@ def make_gather_plan(
     (mesh_dim,) = partition.mesh_dims
     group_name, coordinate = compat.group_name_of(mesh, mesh_dim), compat.coordinate(mesh)
     ref = write_group_partition(partition.group_partition(coordinate or ()))
-    counts, distinct, local_indices, place = _ops.name_rows(index, partition.size, *ref, group_name, wraps, may_miss)
-    rule = f"{call}: index out of range: indices must be less than the number of rows"
-    asked = gather_counts(counts, group_name, rule)
+    counts, distinct, local_indices, place = _ops.name_rows(index, partition.size, *ref, group_name, may_miss)
+    ranks = mesh.shape[mesh_dim]
+    gathered = gather_counts(counts, group_name, _rule_of(call))
+    asked, least = gathered.narrow(1, 0, ranks).contiguous(), gathered.select(1, ranks)
     hint = compat.size_hint(about)
     sent_partition = partition_of_sizes(asked.sum(0), mesh, [mesh_dim], about=hint)
     arrived_partition = partition_of_sizes(asked.sum(1), mesh, [mesh_dim], about=hint)
@@ -186,7 +197,11 @@ def make_gather_plan(
         place = torch.where(place < 0, local_rows + arriving, place)
     (sent,) = exchange_rows([first_rows(local_indices, arriving)], asked, num_sent, group_name)
     wanted = first_rows(distinct, arriving)
-    return LocalGatherPlan(partition, mesh, asked, sent, wanted, place, sent_partition, arrived_partition)
+    return LocalGatherPlan(partition, mesh, asked, sent, wanted, place, sent_partition, arrived_partition, least)
+
+
+def _rule_of(call: str) -> str:
+    return f"{call}: index out of range: indices must be less than the number of rows"
 
 
 def _name_rows(
@@ -196,13 +211,13 @@ def _name_rows(
     key: int,
     grouping: list[int],
     group_name: str,
-    wraps: bool,
     may_miss: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the distinct remote rows of an index. One op, since so many small ones take long to compile.
 
     Returns:
-        The number of rows to request from each rank, as `counts_in_range` encodes it: [ranks].
+        The number of rows to request from each rank, then the least index if it is negative and otherwise 0, as
+            `counts_in_range` encodes them: [ranks + 1].
         Their global indices, ascending, then zeros: [e + 1].
         Their indices in the local shards of their owners, then zeros: [e + 1].
         The place of each entry, as in `LocalGatherPlan`; -1 if it refers to no row: [e].
@@ -212,7 +227,7 @@ def _name_rows(
     ranges = transport.running_ends(shards)
     starts = torch.tensor([start for start, _ in ranges], device=device)
     first, end = ranges[group.rank()]
-    rows = (torch.where(index < 0, index + size, index) if wraps else index).long()
+    rows = torch.where(index < 0, index + size, index).long()
     out_of_range = (rows < 0) | (rows > size if may_miss else rows >= size)
     is_local = (rows >= first) & (rows < end)
     sorted_rows, order = torch.where(is_local | out_of_range, size, rows).sort()
@@ -228,7 +243,8 @@ def _name_rows(
     place = torch.empty_like(slots).index_copy_(0, order, slots).add_(end - first).where(~is_local, rows - first)
     if may_miss:
         place.masked_fill_(rows == size, -1)
-    return counts_in_range(counts[:-1], index.long(), out_of_range), distinct, local_indices, place
+    counts[-1] = torch.constant_pad_nd(index.long(), [0, 1]).amin()
+    return counts_in_range(counts, index.long(), out_of_range), distinct, local_indices, place
 
 
 def _fake_names(
@@ -236,7 +252,7 @@ def _fake_names(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks, entries = compat.process_group(group_name).size(), index.shape[0]
     return (
-        index.new_empty([ranks], dtype=torch.int64),
+        index.new_empty([ranks + 1], dtype=torch.int64),
         index.new_empty([entries + 1], dtype=torch.int64),
         index.new_empty([entries + 1], dtype=torch.int64),
         index.new_empty([entries], dtype=torch.int64),
@@ -244,10 +260,24 @@ def _fake_names(
 
 
 define_op(
-    f"name_rows(Tensor index, SymInt size, {partition_schema()}, str group_name, bool wraps, bool may_miss) -> "
+    f"name_rows(Tensor index, SymInt size, {partition_schema()}, str group_name, bool may_miss) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     _name_rows,
     _fake_names,
+)
+
+
+def _without_negatives(asked: Tensor, least: Tensor, rule: str) -> Tensor:
+    bad = [(rank, index) for rank, index in enumerate(least.tolist()) if index < 0]
+    if bad:
+        raise out_of_range(rule, bad)
+    return asked.clone()
+
+
+define_op(
+    "without_negatives(Tensor asked, Tensor least, str rule) -> Tensor",
+    _without_negatives,
+    lambda asked, *_: torch.empty_like(asked),
 )
 
 

@@ -254,12 +254,18 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     call.agree()
     pending = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), a.group_name)
     counts: Tensor = call.run([functools.partial(wait, pending)])[0].view(group.size(), mine.shape[0]).cpu()
-    _known_tables(a.group_name, counts.shape[1])[_digest(counts)] = None
+    table = counts[:, : group.size()]  # a table of counts may have further columns
+    _known_tables(a.group_name, table.shape[1])[_digest(table)] = None
     bad = [(r, count - _OUT_OF_RANGE) for r, count in enumerate(counts[:, 0].tolist()) if count < 0]
     if bad:
-        others = ", ".join(f"rank {r} of the group has {number}" for r, number in bad)
-        raise RowRangeError(f"{a.wanted}; {others}. No row was moved")
+        raise out_of_range(a.wanted, bad)
     return counts
+
+
+def out_of_range(wanted: str, bad: Sequence[tuple[int, int]]) -> RowRangeError:
+    """Returns the error for indices that are out of range, given the rank and an index of each rank that has one."""
+    others = ", ".join(f"rank {r} of the group has {number}" for r, number in bad)
+    return RowRangeError(f"{wanted}; {others}. No row was moved")
 
 
 _KNOWN = 256
@@ -299,6 +305,8 @@ def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
                 f"expects {shard}; by the table of counts it sends {sum(sent)} and receives {sum(received)}"
             )
     note_rows(group, inputs, a.counts, a.back)
+    if int(a.counts.sum()) == int(a.counts.trace()):  # no rank sends a row to another one, as all of them see
+        return [x.clone(memory_format=torch.contiguous_format).view(-1) for x in inputs]
     outs = [x.new_empty([shard * math.prod(x.shape[1:])]) for x in inputs]
     if len(inputs) == 1:
         target = outs[0].view([shard, *inputs[0].shape[1:]])

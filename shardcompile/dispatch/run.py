@@ -20,10 +20,10 @@ from shardcompile.ops.random.streams import drawn
 from shardcompile.ops.support.copied_views import (
     follow,
     note_view,
-    watch,
 )
 from shardcompile.ops.support.gather_log import unserved
 from shardcompile.ops.support.global_meta import tensors_of
+from shardcompile.ops.support.kept import keep, kept, note_elements, sees_writes
 from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
 from shardcompile.planning import RedistributionPlan
 from shardcompile.redistribute import run_plan
@@ -32,6 +32,9 @@ from shardcompile.sharding import IntLike, Layout, Spec, contiguous_stride, dens
 
 Specs = Sequence[Spec | list[Spec | None] | None]
 Strides = Sequence[Sequence[IntLike] | None]
+
+
+_INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 class Entry:
@@ -152,6 +155,7 @@ class Local(Entry):
         self.exchanges = any(p is not None for p in self.plans)
         self.copies_view = self.aliases and (self.exchanges or copies_shard(record, choice, specs))
         self.is_fresh = not self.mutates and not self.aliases
+        self.views_integers = self.aliases and choice.plans[0].src.dtype in _INDEX_DTYPES
         self.has_single_output = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
         self.is_unsharded = self.is_fresh and self.has_single_output and _is_unsharded(specs)
@@ -206,8 +210,10 @@ class Local(Entry):
             return wrapped
         if type(args[0]._local_tensor) is not Tensor:
             return wrapped  # a trace that sees a shared storage would regenerate the output by `as_strided`
-        for out in outs:
+        for at, out in enumerate(outs):
             out._borrows = args[0]._borrows
+            if self.views_integers:
+                note_elements(out, self.op, args, None if outs is not wrapped else at)
             compat.share_storage(out, args[0])
         return wrapped
 
@@ -338,7 +344,7 @@ def localize(
         local = a._local_tensor if type(a) is cls else a
         if plan is None:
             return local
-        if keep_sums and type(a) is cls and type(local) is Tensor and plan.only_reduces and _keeps_sum(a):
+        if keep_sums and type(a) is cls and plan.only_reduces and not a._borrows and sees_writes(a):
             moved = _sum_of(a, plan, local)
         else:
             moved = run_plan(plan, local)
@@ -352,13 +358,10 @@ def _forget_shared_sums(args: Sequence[object], out: object) -> None:
     """Drops sums whose memory a result shares, as that of dropout without probability does."""
     results = [t for t in tensors_of([out]) if type(t) is Tensor]
     for a in tensors_of(args):
-        if isinstance(a, Sharded) and a._sum is not None and any(compat.shares_storage(a._sum[1], t) for t in results):
-            a._sum = None
-
-
-def _keeps_sum(x: Sharded) -> bool:
-    """Whether every write to a tensor is seen."""
-    return not x._borrows and not x.is_inference()
+        if isinstance(a, Sharded) and a._kept is not None:
+            for key in [k for k in a._kept if isinstance(k, Layout)]:
+                if any(compat.shares_storage(a._kept[key].value, t) for t in results):
+                    keep(a, key, None)
 
 
 def _sum_of(x: Sharded, plan: RedistributionPlan, local: Tensor) -> Tensor:
@@ -367,11 +370,11 @@ def _sum_of(x: Sharded, plan: RedistributionPlan, local: Tensor) -> Tensor:
     The tensor keeps it until it is written to, so that several ops that read it send nothing more than one. A graph
     needs no such memory: equal collectives are one there.
     """
-    writes = watch(local)
-    key = x._version, writes.count, plan.dst
-    if x._sum is None or x._sum[0] != key:
-        x._sum = key, run_plan(plan, local), writes
-    return x._sum[1]  # type: ignore[no-any-return]
+    value = kept(x, plan.dst)
+    if value is None:
+        value = run_plan(plan, local)
+        keep(x, plan.dst, value)
+    return value  # type: ignore[no-any-return]
 
 
 def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
@@ -427,5 +430,7 @@ class DirectView(Local):
             note_view(x, view)
         if x._borrows:
             view._borrows = True
+        if self.views_integers:
+            note_elements(view, self.op, args)
         compat.share_storage(view, x)
         return view

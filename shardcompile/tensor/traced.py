@@ -123,7 +123,7 @@ class Traced(Sharded):
         self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
         if other._copied is not None:
             del self.__dict__["_local_tensor"]
-        self._copied, self._borrows, self._sum, self._halos = other._copied, other._borrows, None, None
+        self._copied, self._borrows, self._kept, self._elements = other._copied, other._borrows, None, None
 
     @staticmethod
     def _wrap_like(x: _T, local: Tensor) -> _T:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
+from shardcompile.collectives import routes
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, rank, world_size
 from shardcompile.testing.arrange import lay_out
@@ -144,6 +145,28 @@ def test_exactly_the_rows_that_go_elsewhere_move(monkeypatch: pytest.MonkeyPatch
     check(step, of, mesh())
     # There and back, and the same for gradients.
     assert sum(sent) == 4 * moved * of.rows[0].numel() * 8, (sum(sent), moved)
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("backend", often([None, "aot_eager"], 1))
+def test_an_exchange_in_which_all_rows_stay_sends_nothing(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, owner = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), [0, 0, 0, 2, 2]
+    sizes = {0: [3, 0, 2]}
+    x, to = (sc.distribute_tensor(t, mesh(), [Shard(0)], sharding_shapes=sizes) for t in (full, torch.tensor(owner)))
+    x.requires_grad_()
+
+    def run(x: Any, to: Any) -> Any:
+        rows, route = sc.route_rows(x, to)
+        return route.combine(rows.sin()) * x
+
+    def refused(*args: object) -> Any:
+        raise AssertionError("rows are sent")
+
+    once(lambda: monkeypatch.setattr(routes, "_start", refused))
+    out = (run if backend is None else torch.compile(run, fullgraph=True, backend=backend))(x, to)
+    out.sum().backward()
+    torch.testing.assert_close(out.full_tensor(), full.sin() * full)
+    torch.testing.assert_close(x.grad.full_tensor(), full.cos() * full + full.sin())
 
 
 @pytest.mark.ranks(3)

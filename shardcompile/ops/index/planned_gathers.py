@@ -9,7 +9,7 @@ such as the sums over a graph's edges, is sharded like them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -25,7 +25,9 @@ from shardcompile.collectives import (
     make_gather_plan,
 )
 from shardcompile.compat import OpOverload
+from shardcompile.errors import LayoutError
 from shardcompile.ops import NotServed
+from shardcompile.ops.support.kept import Elements, flat_elements, keep, kept, sees_writes
 from shardcompile.ops.support.sharded_rows import local_shard_in, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded, shard_of
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, trace_key, with_one_segment
@@ -82,43 +84,80 @@ def on_device_of(indices: Sequence[Any], x: Tensor) -> list[Any]:
 
 
 def gather_plan_of(
-    numbers: Tensor, partition: Partition, mesh: DeviceMesh, about: IntLike, op: OpOverload
+    index: Sharded | None, numbers: Tensor, partition: Partition, mesh: DeviceMesh, about: IntLike, op: OpOverload
 ) -> LocalGatherPlan:
-    """Returns the gather plan for this rank's indices; in a trace it is made once.
+    """Returns the gather plan for this rank's indices. It is made once: in a trace, or until the index is written to.
 
     Args:
+        index: the index; None if it has been redistributed.
         numbers: this rank's row indices: [e].
         partition: partition of the rows.
         mesh: the mesh.
         about: number of indices on all ranks.
         op: the op that uses the plan. The error of an index that is out of range names the op that made it.
     """
-    wraps = op in _WRAPPING_OPS
     group = compat.group_name_of(mesh, partition.mesh_dims[0])
-    what = ("gather plan", *trace_key(partition), wraps, group)
+    what = ("gather plan", *trace_key(partition), group)
 
     def make() -> LocalGatherPlan:
         with compat.unrecorded_symbols(numbers):
-            return make_gather_plan(
-                _interleaved(numbers, partition, wraps), with_one_segment(partition), mesh, about, str(op), wraps=wraps
-            )
+            return make_gather_plan(_interleaved(numbers, partition), with_one_segment(partition), mesh, about, str(op))
 
-    return compat.once_for_value(numbers, what, make)
+    held = None if index is None or compat.is_fake(index._local_tensor) else flat_elements(index)
+    if held is None or not sees_writes(held[0]):
+        plan = compat.once_for_value(numbers, what, make)
+    else:
+        plan = _kept_plan(*held, numbers, what, make)
+    return plan if op in _WRAPPING_OPS else plan.without_negatives(str(op))
 
 
-def _interleaved(index: Tensor, partition: Partition, wraps: bool) -> Tensor:
+def _kept_plan(
+    base: Sharded,
+    elements: tuple[object, ...],
+    numbers: Tensor,
+    what: tuple[object, ...],
+    make: Callable[[], LocalGatherPlan],
+) -> LocalGatherPlan:
+    """Returns the plan that eager mode keeps with a tensor, for an index that is a view of it.
+
+    Args:
+        base: the tensor.
+        elements: which of its elements the index holds; see `flat_elements`.
+        numbers: this rank's row indices: [e].
+        what: the key of the plan of an index.
+        make: makes the plan.
+
+    Raises:
+        LayoutError: the index has been written to in a way that PyTorch does not see.
+    """
+    key = (*what, elements)
+    found = kept(base, key)
+    if found is None:
+        found = make(), numbers.clone()
+        keep(base, key, found)
+    plan, copy = found
+    if not torch.equal(copy, numbers):
+        raise LayoutError(
+            f"an index, {base._spec.layout.describe()} or a view of it, has other values than when it was last used, "
+            "but PyTorch has seen no write to it: its local shard has been written to by other means, such as NumPy or "
+            "a collective. Pass that memory to from_local again"
+        )
+    return plan
+
+
+def _interleaved(index: Tensor, partition: Partition) -> Tensor:
     """Converts row indices to the order in which the first rows of all segments come first, then the second ones, etc.
 
-    In this order the rows of a shard are contiguous. Indices that are out of range stay so.
+    In this order the rows of a shard are contiguous. Indices that are out of range or negative stay so.
     """
     if compat.is_one(partition.num_segments):
         return index
     size: Any = partition.size
     segment_size = index.new_full([], size // partition.num_segments).clamp(min=1)
-    row = torch.where(index < 0, index + size, index) if wraps else index
+    row = torch.where(index < 0, index + size, index)
     segments: Any = partition.num_segments
     interleaved = row.remainder(segment_size) * segments + row.div(segment_size, rounding_mode="floor")
-    return torch.where((row < 0) | (row >= size), index, interleaved)
+    return torch.where((row < 0) | (row >= size), index, torch.where(index < 0, interleaved - size, interleaved))
 
 
 def _interleave_rows(shard: Tensor, partition: Partition) -> Tensor:
@@ -194,7 +233,7 @@ def taken(
     if placed is None:
         return NotServed("one mesh dim would shard two dims of the result")
     shard = index._local_tensor
-    rows = _gather_rows(x._local_tensor, dim, shard.reshape(-1), layout, math.prod(index_layout.shape), op)
+    rows = _gather_rows(x._local_tensor, dim, index, layout, op)
     values = rows.movedim(0, dim).unflatten(dim, shard.shape) if index_layout.ndim != 1 else rows.movedim(0, dim)
     placements, partitions = placed
     found = wrap(x, values, Layout.of(layout.mesh, placements, shape, x.dtype, partitions), stride)
@@ -208,11 +247,12 @@ def rows_taken(x: Tensor) -> tuple[Sharded, Sharded] | None:
     return _GATHERED.get(x)  # type: ignore[no-any-return]
 
 
-def _gather_rows(shard: Tensor, dim: int, index: Tensor, layout: Layout, about: IntLike, op: OpOverload) -> Tensor:
+def _gather_rows(shard: Tensor, dim: int, index: Sharded, layout: Layout, op: OpOverload) -> Tensor:
     """Gathers the rows that this rank's indices name, along dim 0."""
     partition, mesh = layout.partition_of(dim), layout.mesh
-    compat.once_for_value(index, _GATHERED_ROWS, lambda: partition)
-    (rows,) = gather_plan_of(index, partition, mesh, about, op).take(
+    numbers, about = index._local_tensor.reshape(-1), math.prod(index._spec.shape)
+    compat.once_for_value(numbers, _GATHERED_ROWS, lambda: partition)
+    (rows,) = gather_plan_of(index, numbers, partition, mesh, about, op).take(
         [_interleave_rows(shard.movedim(dim, 0), partition)]
     )
     return rows
@@ -242,7 +282,11 @@ def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | Non
         shard = shard.select(d, 0)
     placements = [Shard(0) if p.is_shard() else p for p in layout.placements]
     column = Layout.of(layout.mesh, placements, [layout.shape[dim]], layout.dtype, [layout.partitions[dim]])
-    return wrap(index, shard, column, (1,))
+    found = wrap(index, shard, column, (1,))
+    if not compat.is_fake(shard):
+        base, elements = flat_elements(index, found.numel())
+        found._elements = Elements(base, elements, elements, found.numel())
+    return found
 
 
 def _target_partition(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Partition | None:
@@ -273,7 +317,7 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     """
     layout, shard = x._spec.layout, x._local_tensor
     partition, mesh = layout.partition_of(dim), layout.mesh
-    plan = gather_plan_of(index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
+    plan = gather_plan_of(index, index._local_tensor, partition, mesh, index._spec.shape[0], aten.scatter.value)
     is_named = _deinterleave_rows(plan.named(), partition)
     shape = [shard.shape[dim] if d == dim else 1 for d in range(shard.ndim)]
     return wrap(x, torch.where(is_named.view(shape), value, shard).to(shard.dtype), layout, stride)
@@ -348,7 +392,9 @@ def combined(
     target = Layout.of(mesh, layout.placements, x.shape, x.dtype, partitions)
     zeros, values = zeros_in(x, target), shard_of(source).movedim(dim, 0)
     rows = local_shard_in(reduced(x), target) if zeros is None else zeros
-    plan = gather_plan_of(local_shard_in(index, index_layout), partition, mesh, layout.shape[dim], op)
+    as_given = index if isinstance(index, Sharded) and index._spec.layout == index_layout else None
+    numbers = local_shard_in(index, index_layout)
+    plan = gather_plan_of(as_given, numbers, partition, mesh, layout.shape[dim], op)
     if reduce == "sum" and include_self:
         (sums,) = plan.add([values])
         found = rows + _deinterleave_rows(sums, partition).movedim(0, dim)

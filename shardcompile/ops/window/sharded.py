@@ -23,8 +23,8 @@ from shardcompile.collectives import Reads, Window, local_shape_of
 from shardcompile.compat import OpOverload
 from shardcompile.ops import NotServed, state
 from shardcompile.ops.record import Run
-from shardcompile.ops.support.copied_views import watch
 from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.kept import keep, kept, sees_writes
 from shardcompile.ops.support.precision import widened
 from shardcompile.ops.support.sharded_rows import has_static_sizes, local_shard_in, with_partition, wrap
 from shardcompile.ops.window import kernels as window_shards
@@ -121,30 +121,29 @@ class Windows:
 
     def fetch_for_backward(self, x: Sharded, channels_last: bool) -> Tensor:
         """Returns `fetch(x)`. In eager mode the input keeps the rows of other ranks for `fetch_again`."""
-        if not _keeps_rows(x) or not torch.is_grad_enabled():
+        if not sees_writes(x) or not torch.is_grad_enabled():
             return self.fetch(x, channels_last=channels_last)
-        kept, shard = [], local_shard_in(x, self.layout)
+        rows, shard = [], local_shard_in(x, self.layout)
         for r in self.reads:
             fetched = r.fetch(shard, 0.0)
-            kept.append(r.from_others(shard, fetched, 0.0))
+            rows.append(r.from_others(shard, fetched, 0.0))
             shard = fetched
-        writes = watch(x._local_tensor)
-        x._halos = {**(x._halos or {}), self._windows: ((x._version, writes.count), kept, writes)}
+        keep(x, self._windows, rows)
         return shard
 
     def fetch_again(self, x: Sharded, channels_last: bool) -> Tensor:
         """Returns `fetch(x)`, without another exchange if the forward pass has read the same rows."""
-        found = (x._halos or {}).get(self._windows) if _keeps_rows(x) else None
-        if found is None or found[0] != (x._version, found[2].count):
+        found = kept(x, self._windows) if sees_writes(x) else None
+        if found is None:
             return self.fetch(x, channels_last=channels_last)
         shard = local_shard_in(x, self.layout)
-        for r, rows in zip(self.reads, found[1], strict=True):
+        for r, rows in zip(self.reads, found, strict=True):
             shard = r.joined(shard, rows, 0.0)
         return shard
 
     @property
     def _windows(self) -> object:
-        return tuple((r.dim, r.window, r.partition) for r in self.reads)
+        return "halos", *((r.dim, r.window, r.partition) for r in self.reads)
 
     def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor, channels_last: bool = False) -> Tensor:
         """Returns the gradient of the input, from the gradient of a shard with all rows that are read.
@@ -188,11 +187,6 @@ def _per_dim(values: Sequence[int] | int, spatial: int) -> list[int]:
     """Expands an option to one value for each spatial dim."""
     given = [values] if isinstance(values, int) else list(values)
     return given * spatial if len(given) == 1 else given
-
-
-def _keeps_rows(x: Sharded) -> bool:
-    """Whether a tensor holds values, and has a version that tells of writes."""
-    return type(x._local_tensor) is Tensor and not x.is_inference()
 
 
 def _in_memory(images: Tensor, channels_last: bool) -> Tensor:
