@@ -173,9 +173,12 @@ def return_wanted(
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     peers = [p for p in range(group.size()) if p != me]
-    out = (new_rows(x, dim, shard) if out is None else out).zero_()
+    out = new_rows(x, dim, shard) if out is None else out
     target = as_rows(out, x, dim, shard)
-    target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    first, end = back[me]
+    target[:first].zero_()
+    target[first:end].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    target[end:].zero_()
     width = target.shape[1:].numel()
     counts = [back[p][1] - back[p][0] for p in peers]
     memory = [scratch.borrow(n * width, target) for n in counts]

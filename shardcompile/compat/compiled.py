@@ -10,6 +10,8 @@ from torch._inductor import config  # 2.11 - 2.15
 from torch._inductor.output_code import CompiledFxGraph  # 2.11 - 2.15
 from torch.fx import Graph, GraphModule
 
+from shardcompile.compat.tracing import below_autograd
+
 _NOTE = "_shardcompile_note"
 _NOTES = "_shardcompile_notes"
 
@@ -54,11 +56,13 @@ def read_notes_with(reader: Reader) -> None:
 
     @functools.wraps(finish)
     def read_and_finish(self: CompiledFxGraph, *args: object, **named: object) -> None:
-        first = reader(getattr(self, _NOTES, ()))
+        notes = getattr(self, _NOTES, ())
+        first = reader(notes)
         finish(self, *args, **named)
+        loaded = cast(Callable[[Sequence[Any]], Any], self.current_callable)
         if first is not None:
-            loaded = cast(Callable[[Sequence[Any]], Any], self.current_callable)
-            self.current_callable = _after(first, loaded)
+            loaded = _after(first, loaded)
+        self.current_callable = _below_autograd(loaded) if notes else loaded
 
     cls.__init__, cls.post_compile = make_with_notes, read_and_finish
 
@@ -77,6 +81,20 @@ def _after(
         return run(inputs)
 
     return run_after
+
+
+def _below_autograd(run: Callable[[Sequence[object]], object]) -> Callable[[Sequence[object]], object]:
+    """A function that calls `run` below autograd, which AOTAutograd has traced already.
+
+    Autograd kernels of ops that are defined in Python are themselves in Python, and took half the time of an exchange
+    in which nothing travels.
+    """
+
+    def run_below_autograd(inputs: Sequence[object]) -> object:
+        with below_autograd():
+            return run(inputs)
+
+    return run_below_autograd
 
 
 def custom_post_passes(kind: type[_T]) -> list[_T]:

@@ -758,3 +758,33 @@ def test_columns_whose_number_is_a_formula_of_the_rows(backend: str, wide: int) 
         found.square().sum().backward()
         expected.square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_compiled_code_runs_below_autograd() -> None:
+    """Autograd has been traced; its kernels of ops that are defined in Python take longer than a small exchange."""
+    seen: list[str] = []
+
+    def kernel(x: Tensor) -> Tensor:
+        seen.append("kernel")
+        return x.clone()
+
+    def autograd_kernel(x: Tensor) -> Tensor:
+        if type(x) is Tensor:  # not while it is traced
+            seen.append("autograd kernel")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x)
+
+    library = torch.library.Library(f"below_autograd_{rank()}", "DEF")
+    library.define("note(Tensor x) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+    library.impl("note", kernel, "CompositeExplicitAutograd")
+    library.impl("note", autograd_kernel, "Autograd")
+    op = getattr(torch.ops, f"below_autograd_{rank()}").note.default
+    torch.library.register_fake(op, torch.empty_like, lib=library)
+
+    def run(x: Any) -> Any:
+        return sc.local_map(op, out_placements=[Shard(0)])(x.detach().cos() * 2) + x.cumsum(0)
+
+    x = sc.distribute_tensor(torch.randn(7, 2), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    torch.compile(run, fullgraph=True, backend="shardcompile")(x).sum().backward()
+    assert seen == ["kernel"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
+from shardcompile.ops.window import kernels
 from shardcompile.testing import assert_matches_single_device, mesh, rank
 from tests.support.sent import Sent
 from tests.support.tiers import often
@@ -421,3 +423,22 @@ def test_a_write_between_the_passes_is_refused_as_in_plain_pytorch() -> None:
         x.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.ranks(1, processes=False)
+@pytest.mark.parametrize("sizes", [(4, 5), (3, 4, 5)], ids=str)
+def test_indices_into_a_part_of_a_plane_become_indices_into_the_plane(sizes: tuple[int, ...]) -> None:
+    """Where only the first dim is shifted, one addition does it; where another is, each position is computed."""
+    indices = torch.arange(math.prod(sizes)).view(1, 1, *sizes)
+    positions = torch.stack(torch.unravel_index(indices, sizes))
+    for at in range(len(sizes)):
+        for shift in (-2, 0, 3):
+            shifts = [shift if d == at else 0 for d in range(len(sizes))]
+            others = [n + max(shift, 0) if d == at else n for d, n in enumerate(sizes)]
+            found = kernels._convert_indices(indices, sizes, others, shifts, 0)
+            moved = (positions + torch.tensor(shifts).view(-1, *[1] * indices.ndim)).clamp(min=0)
+            strides = torch.tensor([*others[1:], 1]).flip(0).cumprod(0).flip(0).view(-1, *[1] * indices.ndim)
+            assert torch.equal(found, (moved * strides).sum(0))
+            inside = (positions[at] + shift >= 0).nonzero(as_tuple=True)
+            back = kernels._convert_indices(found, others, sizes, [-s for s in shifts], None)
+            assert torch.equal(back[inside], indices[inside])

@@ -129,9 +129,10 @@ def _convolution_backward(
             for d in partition:
                 reach = dilation[d] * (weight.shape[d + 2] - 1)
                 full_shape[d + 2] = (x.shape[d + 2] - 1) * stride[d] + reach + 1 + output_padding[d]
-            embedded = grad.new_zeros(full_shape)
-            _local_rows(embedded, skipped, partition, grad.shape).copy_(grad)
-            grad = embedded
+            if full_shape != list(grad.shape):
+                embedded = grad.new_zeros(full_shape)
+                _local_rows(embedded, skipped, partition, grad.shape).copy_(grad)
+                grad = embedded
         options = (_zero_sharded(padding, partition), dilation, transposed, output_padding, groups)
         images = (_stored(t, channels_last) for t in (grad, x))
         grads = aten.convolution_backward.default(*images, weight, channels, stride, *options, wanted)
@@ -171,8 +172,12 @@ def _convert_indices(
         sizes: sizes of the plane that they index.
         others: sizes of the other plane.
         shifts: what is added to the position along each dim.
-        lowest: the least position along each dim, to which others are clamped; None for no clamp.
+        lowest: the least position along each dim, 0, to which others are clamped; None for no clamp.
     """
+    if list(sizes[1:]) == list(others[1:]) and not any(shifts[1:]):
+        rest = math.prod(sizes[1:])
+        out = indices + shifts[0] * rest
+        return out if lowest is None or shifts[0] >= lowest else out.where(out >= lowest * rest, out % rest)
     out = torch.zeros_like(indices)
     divisor, stride = 1, 1
     for size, other, shift in reversed(list(zip(sizes, others, shifts, strict=True))):
@@ -189,14 +194,16 @@ def _max_pool(
     size: list[int],
     whole: list[int],
     first: list[int],
+    channels_last: bool,
 ) -> tuple[Tensor, Tensor]:
     if not math.prod(size):
-        return x.new_empty(size), x.new_empty(size, dtype=torch.int64)
+        return _fake_max_pool(x, size=size, channels_last=channels_last)
     op = aten.max_pool2d_with_indices.default if len(kernel) == 2 else aten.max_pool3d_with_indices.default
-    out, indices = op(x, kernel, *options)
+    out, indices = op(_stored(x, channels_last), kernel, *options)
     # A window without an element above minus infinity yields its first element, which may be in front of the dim.
     indices = _convert_indices(indices, x.shape[-len(kernel) :], whole, first, 0)
-    return out.contiguous(), indices.contiguous()
+    layout = _format(x, channels_last)
+    return out.contiguous(memory_format=layout), indices.contiguous(memory_format=layout)
 
 
 def _max_pool_backward(
@@ -207,13 +214,17 @@ def _max_pool_backward(
     size: list[int],
     whole: list[int],
     first: list[int],
+    channels_last: bool,
 ) -> Tensor:
+    layout = _format(grad, channels_last)
     if not grad.numel():
-        return grad.new_zeros(size)
+        return grad.new_zeros(size).contiguous(memory_format=layout)
     spatial = len(kernel)
     op = aten.max_pool2d_with_indices_backward if spatial == 2 else aten.max_pool3d_with_indices_backward
     indices = _convert_indices(indices, whole, size[-spatial:], [-f for f in first], None)
-    return op.default(grad.contiguous(), grad.new_empty(size), kernel, *options, indices).contiguous()
+    like = grad.new_empty(size).contiguous(memory_format=layout)
+    found = op.default(_stored(grad, channels_last), like, kernel, *options, _stored(indices, channels_last))
+    return found.contiguous(memory_format=layout)
 
 
 def _sum_pool(
@@ -249,8 +260,13 @@ def _sum_pool_backward(
     return op(grad.contiguous(), grad.new_empty(size), *options).contiguous()
 
 
-def _fake_max_pool(x: Tensor, *_: object, size: list[int], **__: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(size), x.new_empty(size, dtype=torch.int64)
+def _fake_max_pool(x: Tensor, *_: object, size: list[int], channels_last: bool, **__: object) -> tuple[Tensor, Tensor]:
+    empty = x.new_empty(size).contiguous(memory_format=_format(x, channels_last))
+    return empty, torch.empty_like(empty, dtype=torch.int64)
+
+
+def _fake_max_pool_backward(grad: Tensor, *_: object, size: list[int], channels_last: bool, **__: object) -> Tensor:
+    return grad.new_empty(size).contiguous(memory_format=_format(grad, channels_last))
 
 
 def _fake_of_size(x: Tensor, *_: object, size: list[int], **__: object) -> Tensor:
@@ -280,19 +296,20 @@ convolution_backward = _define(
 
 max_pool = _define(
     f"max_pool(Tensor x, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, SymInt[] whole, "
-    "SymInt[] first) -> (Tensor, Tensor)",
+    "SymInt[] first, bool channels_last) -> (Tensor, Tensor)",
     _max_pool,
     _fake_max_pool,
 )
 """The maximum of every window, and its flat index in the global plane. `size` is the shape of the local result, `whole`
-are the sizes of the plane, and `first` is the position in it of the first element that is read.
+are the sizes of the plane, and `first` is the position in it of the first element that is read. `channels_last` is the
+memory format of the results.
 """
 
 max_pool_backward = _define(
     f"max_pool_backward(Tensor grad, Tensor indices, {_POOL}, int[] dilation, bool ceil_mode, *, SymInt[] size, "
-    "SymInt[] whole, SymInt[] first) -> Tensor",
+    "SymInt[] whole, SymInt[] first, bool channels_last) -> Tensor",
     _max_pool_backward,
-    _fake_of_size,
+    _fake_max_pool_backward,
 )
 """The gradient of `max_pool`; `size` is the shape of what was read."""
 

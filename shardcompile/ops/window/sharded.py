@@ -361,14 +361,20 @@ def _max_pool(spatial: int, op: OpOverload) -> Run:
         if isinstance(windows, NotServed):
             return windows
         padding = windows.without_padding(pool.padding)
-        local_values, local_indices = window_shards.max_pool(
-            windows.fetch(x, -math.inf),
+        is_last = _is_channels_last(compat.retrace(values.stride()))
+        converts = x.ndim == 4 and _computes_channels_last(x, spatial) and not is_last
+        found = window_shards.max_pool(
+            windows.fetch(x, -math.inf, converts),
             *(pool.kernel, pool.stride, padding, pool.dilation, pool.ceil_mode),
             size=windows.size,
             whole=list(x.shape[-spatial:]),
             first=_first_read(windows),
+            channels_last=converts or is_last,
         )
-        return tuple(windows.result(a, m.stride(), x) for a, m in ((local_values, values), (local_indices, indices)))
+        return tuple(
+            windows.result(_in_memory(local, False) if converts else local, meta.stride(), x)
+            for local, meta in zip(found, (values, indices), strict=True)
+        )
 
     return run
 
@@ -397,15 +403,19 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
         if isinstance(windows, NotServed):
             return windows
         meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
+        stride = compat.retrace(meta.stride())
+        converts = x.ndim == 4 and _computes_channels_last(x, spatial) and not _is_channels_last(stride)
+        local_grad, local_indices = (local_shard_in(t, windows.out) for t in (grad, indices))
         local = window_shards.max_pool_backward(
-            local_shard_in(grad, windows.out),
-            local_shard_in(indices, windows.out),
+            _in_memory(local_grad, True) if converts else local_grad,
+            _in_memory(local_indices, True) if converts else local_indices,
             *(pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.dilation, pool.ceil_mode),
             size=_read_shape(windows),
             whole=list(x.shape[-spatial:]),
             first=_first_read(windows),
+            channels_last=converts or _is_channels_last(stride),
         )
-        return windows.give_back(local, compat.retrace(meta.stride()), x)
+        return windows.give_back(local, stride, x, converts)
 
     return run
 
