@@ -1,4 +1,5 @@
-"""Training steps on sharded inputs against code by hand for one partition, and against DTensor where it is even.
+"""Training steps on sharded inputs against code by hand for one partition, against DTensor where it is even, and
+against PhysicsNeMo where that is installed.
 
 Gradients are compared with those of one process on the whole input before anything is timed. Collectives are
 counted where they are called.
@@ -16,7 +17,10 @@ from benchmarks.peers.suite import WORKS
 
 RANKS = 2
 
-AGAINST = {"eager": ("eager by hand", "eager DTensor"), "compiled": ("compiled by hand",)}
+AGAINST = {
+    "eager": ("eager by hand", "eager DTensor", "eager PhysicsNeMo"),
+    "compiled": ("compiled by hand", "compiled PhysicsNeMo"),
+}
 
 
 def report(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:

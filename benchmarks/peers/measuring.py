@@ -16,6 +16,8 @@ from benchmarks.peers.works import Trainer, contenders
 from shardcompile.collectives.descriptor import own_collectives
 
 TOLERANCE = 1e-3
+_OTHERS = ("DTensor", "PhysicsNeMo")
+"""Contenders that may refuse a work or be wrong about it."""
 
 
 def measure(name: str, partitions: Sequence[Sequence[int]], rounds: int, backend: str) -> dict[str, Any]:
@@ -25,13 +27,16 @@ def measure(name: str, partitions: Sequence[Sequence[int]], rounds: int, backend
     for contender, trainer in list(made.items()):
         try:
             got = _gradients(trainer)
-        except RuntimeError as error:
-            if "DTensor" not in contender:
+        except Exception as error:
+            if not contender.endswith(_OTHERS):
                 raise
             print(f"{name}: {contender} raises {str(error).splitlines()[0]}")
             del made[contender]
             continue
-        assert float((got - expected).norm() / expected.norm()) < TOLERANCE, f"{contender}: other gradients"
+        if float((got - expected).norm() / expected.norm()) >= TOLERANCE:
+            assert contender.endswith(_OTHERS), f"{contender}: other gradients"
+            print(f"{name}: {contender} computes other gradients")
+            del made[contender]
     counts = {contender: _collectives(trainer) for contender, trainer in made.items()}
     times = median_times({contender: trainer.step for contender, trainer in made.items()}, rounds)
     return {"collectives": counts, "times": times}

@@ -177,13 +177,12 @@ def _points(points: int, partitions: dict[str, list[list[int]]]) -> Work:
 
 
 def _partitions(rows: int) -> dict[str, list[list[int]]]:
-    return {"even": [[rows // 2, rows // 2]], "1:3": [[rows // 4, rows - rows // 4]]}
+    first = {"even": [4], "1:3": [2], "another each step": [4, 2, 5, 1]}  # in eighths
+    return {label: [[n * rows // 8, rows - n * rows // 8] for n in eighths] for label, eighths in first.items()}
 
-
-CHANGING = {"another each step": [[4000, 4000], [2000, 6000], [5000, 3000], [1000, 7000]]}
 
 WORKS: dict[str, Work] = {
-    "points": _points(8000, _partitions(8000) | CHANGING),
+    "points": _points(8000, _partitions(8000)),
     "64 points": _points(64, {"even": [[32, 32]]}),
     "convolutions": Work(_convolutions, (1, 16, 128, 128), 2, _mean_square, _convolutions_by_hand, _partitions(128)),
     "u-net": Work(UNet, (1, 16, 128, 128), 2, _mean_square, _unet_by_hand, _partitions(128)),

@@ -1,8 +1,12 @@
-"""What the works of this benchmark have in common: a model, its input, and contenders that train it."""
+"""What the works of this benchmark have in common: a model, its input, and contenders that train it.
+
+PhysicsNeMo is a contender where it is installed.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,7 +138,37 @@ def contenders(work: Work, mesh: DeviceMesh, partitions: Sequence[Sequence[int]]
     if all(len(set(sizes)) == 1 for sizes in partitions):
         even = [DTensor.from_local(x, mesh, [Shard(dim)]) for x, dim in zip(shards(partitions[0]), dims, strict=True)]
         made["eager DTensor"] = Trainer(_replicated(model(), mesh), [(work.loss, even)], None, _reduced)
+    theirs = _physicsnemo()
+    if theirs is not None:
+
+        def loss(model: nn.Module, *inputs: Tensor) -> Any:  # with code of its own, for which Dynamo keeps other graphs
+            return work.loss(model, *inputs)
+
+        batches = [
+            (loss, [_wrapped_by(theirs, x, mesh, dim, sizes) for x, dim in zip(whole, dims, strict=True)])
+            for sizes in partitions
+        ]
+        made["eager PhysicsNeMo"] = Trainer(model(), batches, None)
+        made["compiled PhysicsNeMo"] = Trainer(model(), batches, "inductor")
     return made
+
+
+def _physicsnemo() -> Any:
+    """Returns PhysicsNeMo's package of sharded tensors; None where it is not installed."""
+    try:
+        package: Any = importlib.import_module("physicsnemo.domain_parallel")
+        package.register_custom_ops()
+    except ImportError:
+        return None
+    return package
+
+
+def _wrapped_by(theirs: Any, x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Shards a tensor by PhysicsNeMo."""
+    shards = x.split(_rows(x, dim, sizes), dim)
+    shapes = {0: [tuple(shard.shape) for shard in shards]}
+    local = shards[mesh.get_local_rank()].contiguous()
+    return theirs.ShardTensor.from_local(local, mesh, [Shard(dim)], sharding_shapes=shapes)  # type: ignore[no-any-return]
 
 
 def _rows(x: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import LayoutError, UnsupportedOpError
 from shardcompile.ops import OpCall, TensorArg
@@ -108,6 +109,21 @@ def tensors_text(cls: type[Sharded], args: Sequence[object], kwargs: dict[str, o
     return "; ".join(f"input {i}: {text(x)}" for i, x in enumerate(tensors_of([*args, *kwargs.values()])))
 
 
+_REPLICATED: dict[Any, Spec] = {}
+"""Specs of plain tensors, by the id of the mesh, which they keep alive: eager mode promotes every parameter anew."""
+_REPLICATED_LIMIT = 4096
+compat.forget_with_world(_REPLICATED.clear)
+
+
 def replicated_spec(mesh: DeviceMesh, x: Tensor) -> Spec:
     """Returns the spec of a plain tensor, which is replicated."""
-    return Spec.of(plain_layout(mesh, x), tuple(x.stride()))
+    key = id(mesh), x.shape, x.stride(), x.dtype
+    try:
+        spec = _REPLICATED.get(key)
+    except TypeError:  # a symbolic size cannot be hashed
+        return Spec.of(plain_layout(mesh, x), tuple(x.stride()))
+    if spec is None:
+        if len(_REPLICATED) >= _REPLICATED_LIMIT:
+            _REPLICATED.clear()
+        spec = _REPLICATED[key] = Spec.of(plain_layout(mesh, x), tuple(x.stride()))
+    return spec

@@ -68,7 +68,7 @@ class Elements(NamedTuple):
 
     Attributes:
         base: a tensor that is no view.
-        path: the view ops that lead from it to the view.
+        path: its spec, which `t_` and the like change, and the view ops that lead from it to the view.
         flat: the part of the path after which no op changes the elements in row-major order but for repeating them.
         num_flat: the number of elements after `flat`.
     """
@@ -114,7 +114,7 @@ def note_elements(view: Sharded, op: torch._ops.OpOverload, args: tuple[Any, ...
 
 
 def _elements(x: Sharded) -> Elements:
-    return x._elements or Elements(x, (), (), x.numel())
+    return x._elements or Elements(x, (x._spec,), (x._spec,), x.numel())
 
 
 def flat_elements(x: Sharded, count: int | None = None) -> tuple[Sharded, tuple[object, ...]]:

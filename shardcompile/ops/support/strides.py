@@ -6,6 +6,7 @@ redistribution, would have to be copied where the global tensor would not be, an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
         stride: strides of the global tensor.
     """
     if type(local) is Tensor:
-        return _in_order(local, dense_stride(local.shape, stride))
+        return _in_order(local, _dense_stride_of(local.shape, tuple(stride)))
     order = order_of(stride)
     shape = [compat.size_hint(local.shape[d]) for d in order]
     stored = [compat.size_hint(local.stride(d)) for d in order]
@@ -68,6 +69,9 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     # Not `contiguous`: that compares the size of the shard, and specialises on the answer.
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+_dense_stride_of = functools.lru_cache(maxsize=4096)(dense_stride)  # of ints: shapes and strides of eager mode
 
 
 def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
