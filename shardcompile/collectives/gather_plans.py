@@ -24,8 +24,8 @@ from shardcompile.collectives.routes import (
     exchange_rows,
     first_rows,
     gather_counts,
-    out_of_range,
     partition_of_sizes,
+    range_error,
 )
 from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import GroupPartition, IntLike, Partition, write_group_partition
@@ -70,7 +70,8 @@ class LocalGatherPlan(NamedTuple):
         Raises:
             RowRangeError: on every rank, if an index is negative on some rank.
         """
-        return self._replace(asked=_ops.without_negatives(self.asked, self.least, _rule_of(call)))
+        # All executors read `sent`, so that a graph that uses the plan keeps the check.
+        return self._replace(sent=_ops.without_negatives(self.sent, self.least, _rule_of(call)))
 
     @property
     def _num_rows(self) -> Any:
@@ -267,17 +268,17 @@ define_op(
 )
 
 
-def _without_negatives(asked: Tensor, least: Tensor, rule: str) -> Tensor:
+def _without_negatives(sent: Tensor, least: Tensor, rule: str) -> Tensor:
     bad = [(rank, index) for rank, index in enumerate(least.tolist()) if index < 0]
     if bad:
-        raise out_of_range(rule, bad)
-    return asked.clone()
+        raise range_error(rule, bad)
+    return sent.clone()
 
 
 define_op(
-    "without_negatives(Tensor asked, Tensor least, str rule) -> Tensor",
+    "without_negatives(Tensor sent, Tensor least, str rule) -> Tensor",
     _without_negatives,
-    lambda asked, *_: torch.empty_like(asked),
+    lambda sent, *_: torch.empty_like(sent),
 )
 
 

@@ -258,11 +258,11 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     _known_tables(a.group_name, table.shape[1])[_digest(table)] = None
     bad = [(r, count - _OUT_OF_RANGE) for r, count in enumerate(counts[:, 0].tolist()) if count < 0]
     if bad:
-        raise out_of_range(a.wanted, bad)
+        raise range_error(a.wanted, bad)
     return counts
 
 
-def out_of_range(wanted: str, bad: Sequence[tuple[int, int]]) -> RowRangeError:
+def range_error(wanted: str, bad: Sequence[tuple[int, int]]) -> RowRangeError:
     """Returns the error for indices that are out of range, given the rank and an index of each rank that has one."""
     others = ", ".join(f"rank {r} of the group has {number}" for r, number in bad)
     return RowRangeError(f"{wanted}; {others}. No row was moved")

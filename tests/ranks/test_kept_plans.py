@@ -14,6 +14,7 @@ import shardcompile as sc
 from shardcompile.errors import IndexRangeError, LayoutError
 from shardcompile.testing import mesh, rank
 from tests.support.sent import Sent
+from tests.support.tiers import often
 
 ROWS, EDGES = [4, 0, 3], [0, 7, 3]
 _INDEX = [[0, 6], [3, 3], [6, 1], [5, 0], [2, 2], [2, 5], [4, 6], [1, 6], [0, 0], [6, 3]]
@@ -188,3 +189,37 @@ def test_writes_of_a_compiled_function_are_seen(backend: str) -> None:
     assert torch.equal(sharded[start].full_tensor(), x[whole[:, 0]])
     torch.compile(lambda edges: edges.mul_(0), fullgraph=True, backend=backend)(edges)
     assert torch.equal(sharded[start].full_tensor(), x[whole[:, 0] * 0])
+
+
+def _filled(x: Any, index: Any) -> Any:
+    return x.scatter(0, index.unsqueeze(1).expand(-1, 3), 2.0)
+
+
+REFUSING: dict[str, Callable[[Any, Any], Any]] = {
+    "index_select": lambda x, index: x.index_select(0, index),
+    "gather": lambda x, index: x.gather(0, index.unsqueeze(1).expand(-1, 3)),
+    "index_add": lambda x, index: _sums(x, index, x[index].cos()),
+    "scatter_add": lambda x, index: x.scatter_add(0, index.unsqueeze(1).expand(-1, 3), x[index].cos()),
+    "scatter_reduce": lambda x, index: x.scatter_reduce(0, index.unsqueeze(1).expand(-1, 3), x[index].cos(), "amax"),
+    "scatter a number": _filled,
+    "scatter a number after a lookup": lambda x, index: _filled(x, index) * x[index].sum(),
+}
+"""Functions that plain PyTorch refuses for negative indices."""
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("backend", [None, *often(["aot_eager", "inductor"], 1)])
+@pytest.mark.parametrize("name", REFUSING)
+def test_negative_indices_are_refused(name: str, backend: str | None) -> None:
+    (x, _), (sharded, _) = _inputs()
+    function, index = REFUSING[name], torch.tensor([0, -1, 6, 3, 2])
+    with pytest.raises((RuntimeError, IndexError)):
+        function(x, index)
+    run = function if backend is None else torch.compile(function, fullgraph=True, backend=backend)
+
+    def of(index: Tensor) -> Any:
+        return sc.distribute_tensor(index, mesh(), [Shard(0)], sharding_shapes={0: [1, 1, 3]})
+
+    torch.testing.assert_close(run(sharded, of(index.abs())).full_tensor(), function(x, index.abs()))
+    with pytest.raises(IndexRangeError, match="-1"):
+        run(sharded, of(index))
