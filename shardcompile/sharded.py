@@ -50,7 +50,7 @@ class Sharded(torch.Tensor):
         _align_grad: whether a hook that gives the gradient its layout has still to be registered.
         _borrows: whether the local shard is memory of a user, who may write to it unseen.
         _kept: results of collectives that later ops use again; see `ops.support.kept`.
-        _elements: of a view of integers, how it was made; see `ops.support.kept`.
+        _elements: of a view of integers, how it was made; see `ops.support.view_elements`.
         _deposit: where a gradient that is reduced together with others is to be found; see `gradient_buckets`.
     """
 

@@ -1,8 +1,8 @@
 """Training steps on sharded inputs against code by hand for one partition, against DTensor where it is even, and
 against PhysicsNeMo where that is installed.
 
-Gradients are compared with those of one process on the whole input before anything is timed. Collectives are
-counted where they are called.
+Gradients are compared with those of one process on the whole input before anything is timed. Collectives that send
+nothing are not counted.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from shardcompile.ops.support.copied_views import (
 )
 from shardcompile.ops.support.gather_log import unserved
 from shardcompile.ops.support.global_meta import tensors_of
-from shardcompile.ops.support.kept import keep, kept, note_elements, sees_writes
+from shardcompile.ops.support.kept import keep, kept, sees_writes
 from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
+from shardcompile.ops.support.view_elements import note_elements
 from shardcompile.planning import RedistributionPlan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
@@ -35,6 +36,7 @@ Strides = Sequence[Sequence[IntLike] | None]
 
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
+"""Dtypes of indices, of whose views it is recorded which elements they hold."""
 
 
 class Entry:
@@ -358,10 +360,11 @@ def _forget_shared_sums(args: Sequence[object], out: object) -> None:
     """Drops sums whose memory a result shares, as that of dropout without probability does."""
     results = [t for t in tensors_of([out]) if type(t) is Tensor]
     for a in tensors_of(args):
-        if isinstance(a, Sharded) and a._kept is not None:
-            for key in [k for k in a._kept if isinstance(k, Layout)]:
-                if any(compat.shares_storage(a._kept[key].value, t) for t in results):
-                    keep(a, key, None)
+        if not isinstance(a, Sharded) or a._kept is None:
+            continue
+        for key in [k for k in a._kept if isinstance(k, Layout)]:
+            if any(compat.shares_storage(a._kept[key].value, t) for t in results):
+                del a._kept[key]
 
 
 def _sum_of(x: Sharded, plan: RedistributionPlan, local: Tensor) -> Tensor:

@@ -435,10 +435,10 @@ def test_indices_into_a_part_of_a_plane_become_indices_into_the_plane(sizes: tup
         for shift in (-2, 0, 3):
             shifts = [shift if d == at else 0 for d in range(len(sizes))]
             others = [n + max(shift, 0) if d == at else n for d, n in enumerate(sizes)]
-            found = kernels._convert_indices(indices, sizes, others, shifts, 0)
+            found = kernels._convert_indices(indices, sizes, others, shifts, clamps=True)
             moved = (positions + torch.tensor(shifts).view(-1, *[1] * indices.ndim)).clamp(min=0)
             strides = torch.tensor([*others[1:], 1]).flip(0).cumprod(0).flip(0).view(-1, *[1] * indices.ndim)
             assert torch.equal(found, (moved * strides).sum(0))
             inside = (positions[at] + shift >= 0).nonzero(as_tuple=True)
-            back = kernels._convert_indices(found, others, sizes, [-s for s in shifts], None)
+            back = kernels._convert_indices(found, others, sizes, [-s for s in shifts], clamps=False)
             assert torch.equal(back[inside], indices[inside])

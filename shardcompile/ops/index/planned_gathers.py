@@ -27,8 +27,9 @@ from shardcompile.collectives import (
 from shardcompile.compat import OpOverload
 from shardcompile.errors import LayoutError
 from shardcompile.ops import NotServed
-from shardcompile.ops.support.kept import Elements, flat_elements, keep, kept, sees_writes
+from shardcompile.ops.support.kept import keep, kept, sees_writes
 from shardcompile.ops.support.sharded_rows import local_shard_in, reduced, wrap
+from shardcompile.ops.support.view_elements import Elements, flat_elements
 from shardcompile.sharded import Sharded, first_sharded, shard_of
 from shardcompile.sharding import IntLike, Layout, Partition, contiguous_stride, trace_key, with_one_segment
 

@@ -163,7 +163,7 @@ def _fake_convolution_backward(
 
 
 def _convert_indices(
-    indices: Tensor, sizes: Sequence[int], others: Sequence[int], shifts: Sequence[int], lowest: int | None
+    indices: Tensor, sizes: Sequence[int], others: Sequence[int], shifts: Sequence[int], *, clamps: bool
 ) -> Tensor:
     """Converts flat indices into a plane to flat indices into another plane, in which its origin is at `shifts`.
 
@@ -172,17 +172,17 @@ def _convert_indices(
         sizes: sizes of the plane that they index.
         others: sizes of the other plane.
         shifts: what is added to the position along each dim.
-        lowest: the least position along each dim, 0, to which others are clamped; None for no clamp.
+        clamps: whether negative positions become 0.
     """
     if list(sizes[1:]) == list(others[1:]) and not any(shifts[1:]):
         rest = math.prod(sizes[1:])
         out = indices + shifts[0] * rest
-        return out if lowest is None or shifts[0] >= lowest else out.where(out >= lowest * rest, out % rest)
+        return out.where(out >= 0, out % rest) if clamps and shifts[0] < 0 else out
     out = torch.zeros_like(indices)
     divisor, stride = 1, 1
     for size, other, shift in reversed(list(zip(sizes, others, shifts, strict=True))):
         position = indices // divisor % size + shift
-        out += (position if lowest is None else position.clamp(min=lowest)) * stride
+        out += (position.clamp(min=0) if clamps else position) * stride
         divisor, stride = divisor * size, stride * other
     return out
 
@@ -201,7 +201,7 @@ def _max_pool(
     op = aten.max_pool2d_with_indices.default if len(kernel) == 2 else aten.max_pool3d_with_indices.default
     out, indices = op(_stored(x, channels_last), kernel, *options)
     # A window without an element above minus infinity yields its first element, which may be in front of the dim.
-    indices = _convert_indices(indices, x.shape[-len(kernel) :], whole, first, 0)
+    indices = _convert_indices(indices, x.shape[-len(kernel) :], whole, first, clamps=True)
     layout = _format(x, channels_last)
     return out.contiguous(memory_format=layout), indices.contiguous(memory_format=layout)
 
@@ -221,7 +221,7 @@ def _max_pool_backward(
         return grad.new_zeros(size).contiguous(memory_format=layout)
     spatial = len(kernel)
     op = aten.max_pool2d_with_indices_backward if spatial == 2 else aten.max_pool3d_with_indices_backward
-    indices = _convert_indices(indices, whole, size[-spatial:], [-f for f in first], None)
+    indices = _convert_indices(indices, whole, size[-spatial:], [-f for f in first], clamps=False)
     like = grad.new_empty(size).contiguous(memory_format=layout)
     found = op.default(_stored(grad, channels_last), like, kernel, *options, _stored(indices, channels_last))
     return found.contiguous(memory_format=layout)

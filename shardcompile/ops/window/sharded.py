@@ -195,13 +195,15 @@ def _in_memory(images: Tensor, channels_last: bool) -> Tensor:
     return aten.clone.default(images, memory_format=memory_format)
 
 
-def _computes_channels_last(x: Tensor, spatial: int) -> bool:
-    """Whether a graph computes a convolution with the channel last in memory.
+def _converts(x: Tensor, spatial: int, stride: Sequence[IntLike]) -> bool:
+    """Whether a graph computes a convolution or a pool with the channel last in memory, though `stride` is not so.
 
     As Inductor does on CPUs with convolutions of plain images: the kernels of oneDNN are faster so. Copies to and from
     that format are fused with what is computed between convolutions.
     """
-    return spatial == 2 and x.device.type == "cpu" and compat.is_traced() and torch.backends.mkldnn.is_available()
+    if spatial != 2 or x.ndim != 4 or x.device.type != "cpu" or not compat.is_traced():
+        return False
+    return torch.backends.mkldnn.is_available() and not _is_channels_last(stride)
 
 
 def _is_channels_last(stride: Sequence[IntLike]) -> bool:
@@ -264,7 +266,7 @@ def convolution(x: Sharded, weight: Tensor, bias: Tensor, *options: object) -> T
     if _has_no_channels(x):
         return NotServed("the input has no channels")
     stride = compat.retrace(meta.stride())
-    converts = _computes_channels_last(x, spatial) and not _is_channels_last(stride)
+    converts = _converts(x, spatial, stride)
     local = window_shards.convolution(
         windows.fetch_for_backward(x, converts),
         _full(weight, windows),
@@ -291,7 +293,7 @@ def convolution_backward(
         return NotServed("the input has no channels")
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, output_mask), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
-    converts = _computes_channels_last(x, spatial) and not _is_channels_last(stride)
+    converts = _converts(x, spatial, stride)
     local_grad = local_shard_in(grad, windows.out)
     grad_x, grad_weight, grad_bias = window_shards.convolution_backward(
         _in_memory(local_grad, True) if converts else local_grad,
@@ -361,15 +363,15 @@ def _max_pool(spatial: int, op: OpOverload) -> Run:
         if isinstance(windows, NotServed):
             return windows
         padding = windows.without_padding(pool.padding)
-        is_last = _is_channels_last(compat.retrace(values.stride()))
-        converts = x.ndim == 4 and _computes_channels_last(x, spatial) and not is_last
+        stride = compat.retrace(values.stride())
+        converts = _converts(x, spatial, stride)
         found = window_shards.max_pool(
             windows.fetch(x, -math.inf, converts),
             *(pool.kernel, pool.stride, padding, pool.dilation, pool.ceil_mode),
             size=windows.size,
             whole=list(x.shape[-spatial:]),
             first=_first_read(windows),
-            channels_last=converts or is_last,
+            channels_last=converts or _is_channels_last(stride),
         )
         return tuple(
             windows.result(_in_memory(local, False) if converts else local, meta.stride(), x)
@@ -404,7 +406,7 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
             return windows
         meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
         stride = compat.retrace(meta.stride())
-        converts = x.ndim == 4 and _computes_channels_last(x, spatial) and not _is_channels_last(stride)
+        converts = _converts(x, spatial, stride)
         local_grad, local_indices = (local_shard_in(t, windows.out) for t in (grad, indices))
         local = window_shards.max_pool_backward(
             _in_memory(local_grad, True) if converts else local_grad,
