@@ -11,7 +11,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.descriptor import Descriptor, Joins
-from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of
 from shardcompile.collectives.traffic import Load, Member, Traffic, resharded, sent_and_received, size_with
 from shardcompile.sharding import GroupPartition, IntLike
 
@@ -54,7 +54,7 @@ def _run(a: AllToAllV) -> Tensor:
     sends = [(p, transport.rows_first(x.narrow(a.dst_dim, dst[p][0], dst[p][1] - dst[p][0]), a.src_dim)) for p in peers]
     receives = [(p, target[src[p][0] : src[p][1]]) for p in peers]
     others = other_sizes(x, a.src_dim, a.dst_dim)
-    call = ALL_TO_ALL_V.enter(group, x.dtype, a.src_dim, sizes_of(src), a.dst_dim, sizes_of(dst), others)
+    call = ALL_TO_ALL_V.enter(group, x.dtype, a.src_dim, src.sizes, a.dst_dim, dst.sizes, others)
     transport.complete(out, call, transport.exchange(call, sends, receives))
     return out
 

@@ -23,7 +23,7 @@ from torch.distributed import Work
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor
-from shardcompile.collectives.shards import check_shard, ends_of, shards_of
+from shardcompile.collectives.shards import check_shard, shards_of
 from shardcompile.collectives.traffic import (
     Load,
     exchanged_in_a_bucket,
@@ -309,7 +309,7 @@ def _exchange(a: AllToAllBucket) -> Tensor:
         src = shards_of(total, src_dim, partitions[2 * n], group.size(), what)
         dst = shards_of(x.shape[dst_dim], dst_dim, partitions[2 * n + 1], group.size(), what)
         check_shard(x.shape, src_dim, src[me], me, what)
-        stated += [src_dim, dst_dim, *ends_of(src), *ends_of(dst)]
+        stated += [src_dim, dst_dim, *src.ends, *dst.ends]
         width = _width(x.shape, x.dtype.itemsize, x.dtype, src_dim, dst_dim) * shard
         for r in ranks:
             part = x.narrow(dst_dim, dst[r][0], dst[r][1] - dst[r][0])

@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.compat.own_ops import define_op
-from shardcompile.sharding import DERIVATIONS, IntLike, Layout, Partition, read_sizes, write_sizes
+from shardcompile.sharding import (
+    REMEMBERED,
+    IntLike,
+    Layout,
+    Partition,
+    derive_sizes,
+    read_sizes,
+    remember_key,
+    write_sizes,
+)
 
 
 def derive(
@@ -26,7 +36,7 @@ def derive(
     """Derives a partition from others over the same mesh dims.
 
     Args:
-        how: the derivation, a key of `DERIVATIONS`.
+        how: the derivation, a key of `shardcompile.sharding.derivations.DERIVATIONS`.
         partitions: the partitions that it is derived from; an int or a symbol stands for a replicated dim of that size.
         numbers: the other arguments of the derivation.
         size: global size of the result.
@@ -45,7 +55,7 @@ def derive(
     tables = [c.static_sizes if isinstance(c, Partition) else (c,) if isinstance(c, int) else None for c in partitions]
     found: Partition | None = None
     if None not in tables and all(isinstance(n, int) for n in numbers):
-        sizes, rows = DERIVATIONS[how](tables, *numbers)
+        sizes, rows = derive_sizes(how, tuple(tables), tuple(numbers))
         is_static = all(c.kind == "fixed" for c in partitions if isinstance(c, Partition)) or compat.is_compiling()
         partition = Partition.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if is_static else "dynamic")
         found = _chosen_like(like, partition)
@@ -145,12 +155,23 @@ def _derive_partition(
     how: str, numbers: list[int], partitions: list[int], parts: list[int], group_names: str
 ) -> Tensor:
     """Returns key of the derived partition, local shard size and row index: [3], int64, on the CPU."""
-    sizes, rows = DERIVATIONS[how](read_sizes(partitions, parts), *numbers)
+    key, sizes, rows = _derived(how, tuple(read_sizes(partitions, parts)), tuple(numbers), tuple(parts))
+    remember_key(key, sizes)
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):
         index = index * count + compat.process_group(name).rank()
-    partition = Partition.of_sizes(range(len(parts)), parts, sizes)
-    return torch.tensor([partition.trace.key, sizes[index], rows[index]])
+    return torch.tensor([key, sizes[index], rows[index]])
+
+
+@functools.lru_cache(REMEMBERED)
+def _derived(
+    how: str, partitions: tuple[tuple[int, ...], ...], numbers: tuple[int, ...], parts: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Returns key and shard sizes of a derived partition, and the row index for each shard."""
+    sizes, rows = derive_sizes(how, partitions, numbers)
+    key = Partition.of_sizes(range(len(parts)), parts, sizes).trace.key
+    assert isinstance(key, int), "the sizes are numbers"
+    return key, sizes, rows
 
 
 define_op(

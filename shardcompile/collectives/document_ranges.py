@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.exchange import Exchange
-from shardcompile.collectives.ranges import fetch_wanted, return_wanted
-from shardcompile.collectives.shards import shards_of
+from shardcompile.collectives.ranges import RangePlan, fetch_wanted, return_wanted
+from shardcompile.collectives.shards import Shards, shards_of
 from shardcompile.collectives.traffic import even_exchange, of_any_rows
 from shardcompile.collectives.transport import Range
 from shardcompile.compat.own_ops import define_op
@@ -208,8 +208,8 @@ def _describe(
     def run(a: DocumentRanges) -> Tensor:
         group = compat.process_group(a.group_name)
         held = shards_of(int(a.total), 0, a.partition, group.size(), kind)
-        wanted = [(i, j) for i, j in a.ranges.tolist()]
-        return exchange(kind, a.input, 0, held, wanted, int(a.shard), group).start(descriptor, a.group_name)
+        plan = RangePlan.of(held, Shards((i, j) for i, j in a.ranges.tolist()), group.rank())
+        return exchange(kind, a.input, 0, plan, int(a.shard)).start(descriptor, a.group_name)
 
     descriptor: Descriptor[DocumentRanges] = Descriptor(
         kind,

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.descriptor import Descriptor, Joins
-from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of
 from shardcompile.collectives.traffic import gathered, scattered, shards_to_all, size_with
 from shardcompile.errors import CollectiveError
 from shardcompile.sharding import GroupPartition, IntLike
@@ -60,7 +60,7 @@ def _gather(a: AllGatherV) -> Tensor:
     check_shard(x.shape, a.dim, shards[group.rank()], group.rank(), "all_gather_v")
     out = new_rows(x, a.dim, total)
     rows = transport.rows_first(x, a.dim)
-    held = sizes_of(shards)
+    held = shards.sizes
     call = ALL_GATHER_V.enter(group, x.dtype, a.dim, held, other_sizes(x, a.dim))
     works = transport.gather_rows(call, rows, held, as_rows(out, x, a.dim, total))
     transport.complete(out, call, works)
@@ -74,7 +74,7 @@ def _scatter(a: ReduceScatterV) -> Tensor:
     shards = shards_of(x.shape[a.dim], a.dim, a.partition, group.size(), "reduce_scatter_v")
     rows = transport.rows_first(x, a.dim)
     out = new_rows(x, a.dim, shard)
-    held = sizes_of(shards)
+    held = shards.sizes
     call = REDUCE_SCATTER_V.enter(group, x.dtype, a.dim, held, other_sizes(x, a.dim), of=a.reduce_op)
     target = as_rows(out, x, a.dim, shard)
     transport.complete(out, call, *transport.reduce_scatter_rows(call, rows, held, a.reduce_op, target))

@@ -6,22 +6,24 @@ that begin some rows earlier or later, which is a halo exchange with a negative 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.exchange import Exchange
 from shardcompile.collectives.ranges import JOINS, traffic
-from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.shards import Shards, as_rows, check_shard, new_rows, other_sizes, shards_of_sizes
 from shardcompile.collectives.traffic import GroupShards, Member, nbytes_with, size_with
 from shardcompile.collectives.transport import Range
-from shardcompile.sharding import GroupPartition, IntLike, chunk_sizes
+from shardcompile.sharding import REMEMBERED, GroupPartition, IntLike, chunk_sizes
 
 
 class HaloExchange(NamedTuple):
@@ -87,27 +89,39 @@ def pieces(holder: Range, wants: Range, before: int, after: int, total: int) -> 
 
 
 class _Plan(NamedTuple):
-    """The rows that this rank sends to and receives from each rank.
+    """The rows that this rank sends to and receives from the others, and those that it keeps.
 
     Attributes:
         held: the global ranges of all shards.
-        given: for each rank the pieces of the local shard that it wants.
-        taken: for each rank the pieces of its shard that this rank wants.
+        given: the pieces of the local shard that other ranks want, each with the rank.
+        taken: the pieces of other ranks' shards that this rank wants, each with the rank.
+        own: the pieces of the local shard that this rank wants.
         around: number of local rows including the halo.
     """
 
-    held: list[Range]
-    given: list[list[Piece]]
-    taken: list[list[Piece]]
+    held: Shards
+    given: list[tuple[int, Piece]]
+    taken: list[tuple[int, Piece]]
+    own: list[Piece]
     around: int
 
-    @staticmethod
-    def of(a: HaloExchange, ranks: int, me: int, what: str) -> _Plan:
-        bounds = (int(a.before), int(a.after), int(a.total))
-        held = shards_of(bounds[2], a.dim, a.partition, ranks, what)
-        given = [pieces(held[me], other, *bounds) for other in held]
-        taken = [pieces(other, held[me], *bounds) for other in held]
-        return _Plan(held, given, taken, held[me][1] - held[me][0] + bounds[0] + bounds[1])
+
+def _plan(a: HaloExchange, group: ProcessGroup, what: str) -> _Plan:
+    total = int(a.total)
+    sizes = a.partition.shards(total, group.size())
+    return _plan_of(what, a.dim, total, sizes, int(a.before), int(a.after), group.rank())
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan_of(what: str, dim: int, total: int, sizes: tuple[int, ...], before: int, after: int, me: int) -> _Plan:
+    """Returns the plan of a rank. Remembered, since it takes time that grows with the number of ranks."""
+    held = shards_of_sizes(sizes, total, dim, what)
+    mine = held[me]
+    others = [(p, shard) for p, shard in enumerate(held) if p != me]
+    given = [(p, piece) for p, other in others for piece in pieces(mine, other, before, after, total)]
+    taken = [(p, piece) for p, other in others for piece in pieces(other, mine, before, after, total)]
+    own = pieces(mine, mine, before, after, total)
+    return _Plan(held, given, taken, own, mine[1] - mine[0] + before + after)
 
 
 def exchange_to_fetch(a: HaloExchange, out: Tensor | None = None) -> Exchange:
@@ -118,18 +132,17 @@ def exchange_to_fetch(a: HaloExchange, out: Tensor | None = None) -> Exchange:
         out: a flat tensor to write; None for new memory.
     """
     group, x, dim, shard = compat.process_group(a.group_name), a.input, a.dim, int(a.shard)
-    me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
-    plan = _Plan.of(a, group.size(), me, FETCH_HALO.kind)
+    me, plan = group.rank(), _plan(a, group, FETCH_HALO.kind)
     check_shard(x.shape, dim, plan.held[me], me, FETCH_HALO.kind)
     out = new_rows(x, dim, shard) if out is None else out
     if plan.held[me][0] == plan.held[me][1]:
         out.zero_()
     target = as_rows(out, x, dim, shard)
-    for piece in plan.given[me]:
+    for piece in plan.own:
         target[slice(*piece.got)].copy_(x.movedim(dim, 0)[slice(*piece.held)])
     # Messages between two ranks arrive in the order in which they are sent.
-    sends = [(p, _rows(x, dim, piece.held)) for p in others for piece in plan.given[p]]
-    receives = [(p, target[slice(*piece.got)]) for p in others for piece in plan.taken[p]]
+    sends = [(p, _rows(x, dim, piece.held)) for p, piece in plan.given]
+    receives = [(p, target[slice(*piece.got)]) for p, piece in plan.taken]
     return Exchange(out, sends, receives, _stated(a, plan))
 
 
@@ -139,30 +152,28 @@ def exchange_to_return(a: HaloExchange, out: Tensor | None = None) -> Exchange:
     The arguments are those of `exchange_to_fetch`.
     """
     group, x, dim, shard = compat.process_group(a.group_name), a.input, a.dim, int(a.shard)
-    me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
-    plan = _Plan.of(a, group.size(), me, RETURN_HALO.kind)
+    me, plan = group.rank(), _plan(a, group, RETURN_HALO.kind)
     check_shard(x.shape, dim, (0, plan.around), me, RETURN_HALO.kind)
     out = (new_rows(x, dim, shard) if out is None else out).zero_()
     target = as_rows(out, x, dim, shard)
-    for piece in plan.taken[me]:
+    for piece in plan.own:
         target[slice(*piece.held)].add_(x.movedim(dim, 0)[slice(*piece.got)])
     width = target.shape[1:].numel()
-    arriving = [(p, piece) for p in others for piece in plan.given[p]]
-    memory = [scratch.borrow((piece.held[1] - piece.held[0]) * width, target) for _, piece in arriving]
+    memory = [scratch.borrow((piece.held[1] - piece.held[0]) * width, target) for _, piece in plan.given]
     parts = [m.view(-1, *target.shape[1:]) for m in memory]
-    sends = [(p, _rows(x, dim, piece.got)) for p in others for piece in plan.taken[p]]
+    sends = [(p, _rows(x, dim, piece.got)) for p, piece in plan.taken]
 
     def accumulate() -> None:
-        for (_, piece), part in zip(arriving, parts, strict=True):
+        for (_, piece), part in zip(plan.given, parts, strict=True):
             target[slice(*piece.held)].add_(part)
         scratch.give_back(*memory)
 
-    receives = [(p, part) for (p, _), part in zip(arriving, parts, strict=True)]
-    return Exchange(out, sends, receives, _stated(a, plan), accumulate)
+    receives = [(p, part) for (p, _), part in zip(plan.given, parts, strict=True)]
+    return Exchange(out, sends, receives, _stated(a, plan), accumulate if parts else None)
 
 
 def _stated(a: HaloExchange, plan: _Plan) -> tuple[object, ...]:
-    return a.dim, sizes_of(plan.held), a.before, a.after, other_sizes(a.input, a.dim)
+    return a.dim, plan.held.sizes, a.before, a.after, other_sizes(a.input, a.dim)
 
 
 def _rows(x: Tensor, dim: int, rows: Range) -> Tensor:

@@ -18,7 +18,7 @@ from shardcompile.collectives import transport
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.local_search import Found, parts, search, searchable
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.shards import check_shard, shards_of, sizes_of
+from shardcompile.collectives.shards import check_shard, shards_of
 from shardcompile.collectives.traffic import even_gather
 from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import GroupPartition, IntLike, Partition
@@ -94,7 +94,7 @@ def _nearest(a: Nearest) -> Tensor:
     shards = shards_of(total, 0, a.partition, ranks, "nearest")
     check_shard(a.points.shape, 0, shards[me], me, "nearest")
     points = transport.rows_first(a.points, 0)
-    held = sizes_of(shards)
+    held = shards.sizes
     call = NEAREST.enter(group, points.dtype, held, points.shape[1])
     found = Found.none(queries, a.count, total)
     search(found, searchable(points, shards[me][0]), queries, a.reach)

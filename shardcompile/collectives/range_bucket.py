@@ -7,8 +7,9 @@ no gradients, since passes run after autograd has been traced.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -145,14 +146,14 @@ def _run(a: RangeBucket) -> Tensor:
         out,
         [message for e in exchanges for message in e.sends],
         [message for e in exchanges for message in e.receives],
-        (tuple(n for e in exchanges for n in _flat(e.stated)),),
+        (tuple(itertools.chain.from_iterable(_flat(e.stated) for e in exchanges)),),
         finish if last_steps else None,
     )
     return combined.start(RANGE_BUCKET, a.group_name)
 
 
-def _flat(stated: Sequence[object]) -> list[object]:
-    return [n for each in stated for n in (each if isinstance(each, tuple) else (each,))]
+def _flat(stated: Sequence[object]) -> Iterator[object]:
+    return itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in stated)
 
 
 def _fake(a: RangeBucket) -> Tensor:

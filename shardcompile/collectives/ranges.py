@@ -5,9 +5,10 @@ Several such collectives of one group join a bucket, see `shardcompile.collectiv
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,10 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor, Joins
 from shardcompile.collectives.exchange import Exchange
-from shardcompile.collectives.shards import as_rows, check_shard, ends_of, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.shards import Shards, as_rows, check_shard, new_rows, other_sizes, shards_of_sizes
 from shardcompile.collectives.traffic import GroupShards, Load, Member, Traffic, nbytes_with, size_with
-from shardcompile.collectives.transport import Range
-from shardcompile.sharding import GroupPartition, IntLike, chunk_sizes
+from shardcompile.collectives.transport import Message, Range
+from shardcompile.sharding import REMEMBERED, GroupPartition, IntLike, chunk_sizes
 
 
 class Ranges(NamedTuple):
@@ -53,18 +54,84 @@ class Ranges(NamedTuple):
     group_name: str
 
 
-def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
-    """Returns the range of rows that each rank wants."""
-    if not a.reach:
-        wanted = shards_of(int(a.total), a.dim, a.dst, ranks, what)
-    else:
-        count, num, den, before, after = map(int, a.reach)
-        wanted = []
-        for first, end in shards_of(count, a.dim, a.dst, ranks, what):
+@dataclass(frozen=True)
+class RangePlan:
+    """The rows that one rank of a group gives to and takes from the others. It depends on no tensor.
+
+    Attributes:
+        held: the range of rows that each rank holds.
+        wanted: the range that each rank wants; it may reach beyond the dim.
+        me: this rank.
+        given: the ranks that want rows of this one, each with the range of these rows in the local shard.
+        taken: the ranks that hold rows that this one wants, each with their range among the wanted rows.
+        own: the wanted rows that this rank holds itself: their range in the local shard, and among the wanted rows.
+    """
+
+    held: Shards
+    wanted: Shards
+    me: int
+    given: Sequence[tuple[int, Range]]
+    taken: Sequence[tuple[int, Range]]
+    own: tuple[Range, Range]
+
+    @staticmethod
+    def of(held: Shards, wanted: Shards, me: int) -> RangePlan:
+        """Returns the plan for what all ranks hold and want."""
+        (first, _), (start, _) = held[me], wanted[me]
+        given = [transport.shifted(transport.overlap(held[me], w), -first) for w in wanted]
+        taken = [transport.shifted(transport.overlap(h, wanted[me]), -start) for h in held]
+        given_to, taken_from = (
+            [(p, r) for p, r in enumerate(rows) if p != me and r[1] > r[0]] for rows in (given, taken)
+        )
+        return RangePlan(held, wanted, me, given_to, taken_from, (given[me], taken[me]))
+
+    def stated(self, x: Tensor, dim: int) -> tuple[object, ...]:
+        """Returns what the rank states of an exchange by this plan, see `Descriptor.states`."""
+        return dim, self.held.sizes, dim, self.wanted.ends, other_sizes(x, dim)
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan_of(
+    what: str,
+    dim: int,
+    total: int,
+    held: tuple[int, ...],
+    of_rows: tuple[int, ...],
+    reach: tuple[int, ...],
+    filled: bool,
+    me: int,
+) -> RangePlan:
+    """Returns the plan of a rank. Remembered, since it takes time that grows with the number of ranks.
+
+    Args:
+        what: the op, for messages.
+        dim: the sharded dim, for messages.
+        total: global size of the dim.
+        held: shard sizes of the rows.
+        of_rows: shard sizes of `Ranges.dst`.
+        reach: as in `Ranges`.
+        filled: whether rows outside of the dim are wanted.
+        me: this rank.
+    """
+    if reach:
+        count, num, den, before, after = reach
+        ranges = []
+        for first, end in shards_of_sizes(of_rows, count, dim, what):
             start = -((before - first * num) // den)
             last = ((end - 1) * num + after) // den
-            wanted.append((start, max(last + 1, start)) if end > first else (0, 0))
-    return wanted if a.fill is not None else [(max(i, 0), min(j, int(a.total))) for i, j in wanted]
+            ranges.append((start, max(last + 1, start)) if end > first else (0, 0))
+        wanted = Shards(ranges)
+    else:
+        wanted = shards_of_sizes(of_rows, total, dim, what)
+    if not filled:
+        wanted = Shards((max(i, 0), min(j, total)) for i, j in wanted)
+    return RangePlan.of(shards_of_sizes(held, total, dim, what), wanted, me)
+
+
+def _plan(a: Ranges, group: ProcessGroup, what: str) -> RangePlan:
+    total, reach, ranks = int(a.total), tuple(map(int, a.reach)), group.size()
+    held, of_rows = a.src.shards(total, ranks), a.dst.shards(reach[0] if reach else total, ranks)
+    return _plan_of(what, a.dim, total, held, of_rows, reach, a.fill is not None, group.rank())
 
 
 def own_rows(a: Ranges) -> tuple[int, int, int]:
@@ -73,12 +140,8 @@ def own_rows(a: Ranges) -> tuple[int, int, int]:
     Returns:
         The first of them in the result, the first of them in the local shard, and their number, which may be 0.
     """
-    group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
-    me = group.rank()
-    held = shards_of(int(a.total), a.dim, a.src, group.size(), what)[me]
-    wanted = _read_ranges(a, group.size(), what)[me]
-    start, end = transport.overlap(held, wanted)
-    return (start - wanted[0], start - held[0], end - start) if end > start else (0, 0, 0)
+    (first, end), (start, _) = _plan(a, compat.process_group(a.group_name), FETCH_RANGES.kind).own
+    return (start, first, end - first) if end > first else (0, 0, 0)
 
 
 def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
@@ -88,35 +151,23 @@ def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
         a: the arguments.
         out: a flat tensor to write; None for new memory.
     """
-    group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
-    held = shards_of(int(a.total), a.dim, a.src, group.size(), what)
-    wanted = _read_ranges(a, group.size(), what)
-    return fetch_wanted(what, a.input, a.dim, held, wanted, int(a.shard), group, a.fill, out)
+    plan = _plan(a, compat.process_group(a.group_name), FETCH_RANGES.kind)
+    return fetch_wanted(FETCH_RANGES.kind, a.input, a.dim, plan, int(a.shard), a.fill, out)
 
 
 def exchange_to_return(a: Ranges, out: Tensor | None = None) -> Exchange:
     """Returns this rank's exchange of `return_ranges`. The arguments are those of `exchange_to_fetch`."""
-    group, what = compat.process_group(a.group_name), RETURN_RANGES.kind
-    held = shards_of(int(a.total), a.dim, a.src, group.size(), what)
-    return return_wanted(what, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.shard), group, out)
+    plan = _plan(a, compat.process_group(a.group_name), RETURN_RANGES.kind)
+    return return_wanted(RETURN_RANGES.kind, a.input, a.dim, plan, int(a.shard), out)
 
 
-def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
-    """Returns the pieces of a shard for other ranks. Only these are made contiguous: a halo is small beside a shard."""
-    ranges = [(p, a, b) for p, (a, b) in enumerate(to_peers) if p != me and b > a]
-    return [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p, a, b in ranges]
+def _pieces(x: Tensor, dim: int, ranges: Sequence[tuple[int, Range]]) -> list[Message]:
+    """Returns pieces of a tensor for other ranks. Only these are made contiguous: a halo is small beside a shard."""
+    return [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p, (a, b) in ranges]
 
 
 def fetch_wanted(
-    what: str,
-    x: Tensor,
-    dim: int,
-    held: Sequence[Range],
-    wanted: Sequence[Range],
-    shard: int,
-    group: ProcessGroup,
-    fill: float | None = None,
-    out: Tensor | None = None,
+    what: str, x: Tensor, dim: int, plan: RangePlan, shard: int, fill: float | None = None, out: Tensor | None = None
 ) -> Exchange:
     """Returns this rank's exchange in which each rank fetches a range of rows from their owners.
 
@@ -124,77 +175,54 @@ def fetch_wanted(
         what: the op, for messages.
         x: the local shard.
         dim: the sharded dim.
-        held: the range that each rank holds.
-        wanted: the range that each rank wants.
+        plan: the rows that move.
         shard: number of rows that this rank wants.
-        group: the process group.
         fill: value of rows outside of the dim; None if no such rows are wanted.
         out: a flat tensor for the rows; None for new memory.
     """
-    me, total = group.rank(), held[-1][1]
-    check_shard(x.shape, dim, held[me], me, what)
+    (start, end), total = plan.wanted[plan.me], plan.held[-1][1]
+    check_shard(x.shape, dim, plan.held[plan.me], plan.me, what)
     out = new_rows(x, dim, shard) if out is None else out
-    to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
-    from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     target = as_rows(out, x, dim, shard)
-    if fill is not None:
-        start, end = wanted[me]
-        target[: max(-start, 0)].fill_(fill)
-        target[max(min(total, end) - start, 0) :].fill_(fill)
-    target[slice(*from_peers[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
-    receives = [(p, target[slice(*from_peers[p])]) for p in range(group.size()) if p != me]
-    return Exchange(out, _pieces(x, dim, to_peers, me), receives, _stated(x, dim, held, wanted))
+    if fill is not None and start < 0:
+        target[:-start].fill_(fill)
+    if fill is not None and end > total:
+        target[max(total - start, 0) :].fill_(fill)
+    source, place = plan.own
+    target[slice(*place)].copy_(x.movedim(dim, 0)[slice(*source)])
+    receives = [(p, target[a:b]) for p, (a, b) in plan.taken]
+    return Exchange(out, _pieces(x, dim, plan.given), receives, plan.stated(x, dim))
 
 
-def return_wanted(
-    what: str,
-    x: Tensor,
-    dim: int,
-    held: Sequence[Range],
-    wanted: Sequence[Range],
-    shard: int,
-    group: ProcessGroup,
-    out: Tensor | None = None,
-) -> Exchange:
+def return_wanted(what: str, x: Tensor, dim: int, plan: RangePlan, shard: int, out: Tensor | None = None) -> Exchange:
     """Returns this rank's exchange of the adjoint of `fetch_wanted`: rows are sent to their owners and added there.
 
     Args:
         what: the op, for messages.
         x: the values for the rows that this rank wants.
         dim: the sharded dim.
-        held: as for `fetch_wanted`.
-        wanted: as for `fetch_wanted`.
+        plan: as for `fetch_wanted`.
         shard: local number of rows.
-        group: the process group.
         out: a flat tensor for the sums; None for new memory.
     """
-    me = group.rank()
-    check_shard(x.shape, dim, wanted[me], me, what)
-    to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
-    back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
-    peers = [p for p in range(group.size()) if p != me]
+    check_shard(x.shape, dim, plan.wanted[plan.me], plan.me, what)
     out = new_rows(x, dim, shard) if out is None else out
     target = as_rows(out, x, dim, shard)
-    first, end = back[me]
+    (first, end), source = plan.own
     target[:first].zero_()
-    target[first:end].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    target[first:end].copy_(x.movedim(dim, 0)[slice(*source)])
     target[end:].zero_()
     width = target.shape[1:].numel()
-    counts = [back[p][1] - back[p][0] for p in peers]
-    memory = [scratch.borrow(n * width, target) for n in counts]
-    parts = [m.view(n, *target.shape[1:]) for m, n in zip(memory, counts, strict=True)]
+    memory = [scratch.borrow((b - a) * width, target) for _, (a, b) in plan.given]
+    parts = [m.view(b - a, *target.shape[1:]) for m, (_, (a, b)) in zip(memory, plan.given, strict=True)]
 
     def accumulate() -> None:
-        for p, part in zip(peers, parts, strict=True):
-            target[slice(*back[p])].add_(part)
+        for part, (_, (a, b)) in zip(parts, plan.given, strict=True):
+            target[a:b].add_(part)
         scratch.give_back(*memory)
 
-    receives = list(zip(peers, parts, strict=True))
-    return Exchange(out, _pieces(x, dim, to_peers, me), receives, _stated(x, dim, held, wanted), accumulate)
-
-
-def _stated(x: Tensor, dim: int, held: Sequence[Range], wanted: Sequence[Range]) -> tuple[object, ...]:
-    return dim, sizes_of(held), dim, ends_of(wanted), other_sizes(x, dim)
+    receives = [(p, part) for part, (p, _) in zip(parts, plan.given, strict=True)]
+    return Exchange(out, _pieces(x, dim, plan.taken), receives, plan.stated(x, dim), accumulate if parts else None)
 
 
 def _inverse(a: Ranges, back: Ranges) -> Ranges | None:

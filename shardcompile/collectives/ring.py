@@ -19,7 +19,7 @@ from shardcompile.collectives import transport
 from shardcompile.collectives.derived_partitions import derive, shard_size
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.shards import check_shard, shards_of, sizes_of
+from shardcompile.collectives.shards import check_shard, shards_of
 from shardcompile.collectives.traffic import GroupShards, Member, Traffic, nbytes_with, size_with
 from shardcompile.sharding import DERIVATIONS, GroupPartition, IntLike, Partition
 
@@ -162,7 +162,7 @@ def _step(a: RingStep, of: Descriptor[RingStep], *, back: bool) -> Tensor:
     sizes = [int(numel) for numel in _numel(a)]
     out = shards[0].new_zeros([sum(sizes)]) if source is None else shards[0].new_empty([sum(sizes)])
     widths = [n for x, dim in zip(shards, a.dims, strict=True) for d, n in enumerate(x.shape) if d != dim]
-    call = of.enter(group, shards[0].dtype, a.by, sizes_of(held), tuple(widths))
+    call = of.enter(group, shards[0].dtype, a.by, held.sizes, tuple(widths))
     # Messages between two ranks arrive in the order in which they are sent.
     sends = [] if target is None else [(target, x.contiguous()) for x in shards]
     receives = [] if source is None else [(source, part) for part in out.split(sizes)]

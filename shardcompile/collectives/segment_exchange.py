@@ -19,7 +19,7 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.derived_partitions import derive, shard_size
 from shardcompile.collectives.descriptor import Descriptor
-from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of, sizes_of
+from shardcompile.collectives.shards import as_rows, check_shard, new_rows, other_sizes, shards_of
 from shardcompile.collectives.traffic import GroupShards, Member, Traffic, nbytes_with, sent_and_received, size_with
 from shardcompile.errors import CollectiveError
 from shardcompile.sharding import GroupPartition, IntLike, Partition, with_one_segment
@@ -120,7 +120,7 @@ def _run(a: Regroup) -> Tensor:
     group, x, dim, total, shard = compat.process_group(a.group_name), a.input, a.dim, int(a.total), int(a.shard)
     held, wanted = (shards_of(total, dim, partition, group.size(), REGROUP_ROWS.kind) for partition in (a.src, a.dst))
     check_shard(x.shape, dim, held[group.rank()], group.rank(), REGROUP_ROWS.kind)
-    plan = _plan_of(sizes_of(held), sizes_of(wanted), int(a.held_in), int(a.wanted_in), group.rank())
+    plan = _plan_of(held.sizes, wanted.sizes, int(a.held_in), int(a.wanted_in), group.rank())
     leaving = transport.rows_first(x, dim)
     if plan.leaving is not None:
         leaving = leaving.index_select(0, plan.leaving.to(x.device))
@@ -128,7 +128,7 @@ def _run(a: Regroup) -> Tensor:
     target = as_rows(out, x, dim, shard)
     memory = out if plan.arriving is None else scratch.borrow(out.numel(), out)
     received = memory.view(target.shape)
-    stated = (dim, sizes_of(held), sizes_of(wanted), int(a.held_in), int(a.wanted_in), other_sizes(x, dim))
+    stated = (dim, held.sizes, wanted.sizes, int(a.held_in), int(a.wanted_in), other_sizes(x, dim))
     call = REGROUP_ROWS.enter(group, x.dtype, *stated)
     ends = transport.running_ends(plan.sent), transport.running_ends(plan.received)
     works = transport.send_ranges(call, leaving, ends[0], received, ends[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +14,24 @@ from torch import Tensor
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.sharding import GroupPartition, transfer_dtype_of
+from shardcompile.sharding import REMEMBERED, GroupPartition, transfer_dtype_of
 
 
-def shards_of(total: int, dim: int, partition: GroupPartition, ranks: int, what: str) -> list[Range]:
+class Shards(tuple[Range, ...]):
+    """The ranges of all shards, in group order."""
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows in each range."""
+        return tuple([b - a for a, b in self])
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The start and end of all ranges, flattened."""
+        return tuple(itertools.chain.from_iterable(self))
+
+
+def shards_of(total: int, dim: int, partition: GroupPartition, ranks: int, what: str) -> Shards:
     """Returns the ranges of all shards along a dim.
 
     Args:
@@ -28,10 +44,21 @@ def shards_of(total: int, dim: int, partition: GroupPartition, ranks: int, what:
     Raises:
         CollectiveError: the shard sizes do not add up to `total`.
     """
-    sizes = partition.shards(total, ranks)
-    if sum(sizes) != total:
-        raise CollectiveError(f"{what}: shard sizes {sizes} along dim {dim} add up to {sum(sizes)}, not to {total}")
-    return transport.running_ends(sizes)
+    return shards_of_sizes(partition.shards(total, ranks), total, dim, what)
+
+
+def shards_of_sizes(sizes: tuple[int, ...], total: int, dim: int, what: str) -> Shards:
+    """Returns `shards_of` for given shard sizes."""
+    shards = _shards_of(sizes)
+    end = shards[-1][1]
+    if end != total:
+        raise CollectiveError(f"{what}: shard sizes {sizes} along dim {dim} add up to {end}, not to {total}")
+    return shards
+
+
+@functools.lru_cache(REMEMBERED)
+def _shards_of(sizes: tuple[int, ...]) -> Shards:
+    return Shards(transport.running_ends(sizes))
 
 
 def check_shard(shape: Sequence[int], dim: int, shard: Range, rank: int, what: str) -> None:
@@ -73,13 +100,3 @@ def with_size(x: Tensor, dim: int, size: object) -> list[Any]:
 def other_sizes(x: Tensor, *dims: int) -> tuple[int, ...]:
     """Returns the sizes of all dims but `dims`."""
     return tuple([n for d, n in enumerate(x.shape) if d not in dims])
-
-
-def sizes_of(ranges: Sequence[Range]) -> tuple[int, ...]:
-    """Returns the number of rows in each range."""
-    return tuple([b - a for a, b in ranges])
-
-
-def ends_of(ranges: Sequence[Range]) -> tuple[int, ...]:
-    """Returns the start and end of all ranges, flattened."""
-    return tuple([n for r in ranges for n in r])

@@ -12,6 +12,7 @@ from shardcompile.sharding.codec import write_group_partitions as write_group_pa
 from shardcompile.sharding.codec import write_plain as write_plain
 from shardcompile.sharding.codec import write_sizes as write_sizes
 from shardcompile.sharding.derivations import DERIVATIONS as DERIVATIONS
+from shardcompile.sharding.derivations import derive_sizes as derive_sizes
 from shardcompile.sharding.dtypes import QUANTIZED as QUANTIZED
 from shardcompile.sharding.dtypes import is_ordinary as is_ordinary
 from shardcompile.sharding.dtypes import transfer_dtype_of as transfer_dtype_of
@@ -28,10 +29,12 @@ from shardcompile.sharding.segments import in_segments as in_segments
 from shardcompile.sharding.segments import is_sharded_once as is_sharded_once
 from shardcompile.sharding.segments import with_one_segment as with_one_segment
 from shardcompile.sharding.sizes import CHUNK_KEY as CHUNK_KEY
+from shardcompile.sharding.sizes import REMEMBERED as REMEMBERED
 from shardcompile.sharding.sizes import GroupPartition as GroupPartition
 from shardcompile.sharding.sizes import IntLike as IntLike
 from shardcompile.sharding.sizes import chunk_sizes as chunk_sizes
 from shardcompile.sharding.sizes import digest_of as digest_of
+from shardcompile.sharding.sizes import remember_key as remember_key
 from shardcompile.sharding.sizes import sizes_of_key as sizes_of_key
 from shardcompile.sharding.spec import Spec as Spec
 from shardcompile.sharding.spec import contiguous_stride as contiguous_stride

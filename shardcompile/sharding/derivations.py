@@ -9,10 +9,11 @@ results are rank-invariant.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-from shardcompile.sharding.sizes import nested_chunk_sizes
+from shardcompile.sharding.sizes import REMEMBERED, nested_chunk_sizes
 
 Sizes = tuple[int, ...]
 
@@ -193,3 +194,13 @@ DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "rechunk": rechunk_sizes,
 }
 """The functions by the name with which ops in a graph refer to them."""
+
+
+@functools.lru_cache(REMEMBERED)
+def derive_sizes(how: str, partitions: tuple[Sizes, ...], numbers: tuple[int, ...]) -> tuple[Sizes, Sizes]:
+    """Returns what a function of `DERIVATIONS` does, and remembers the last results.
+
+    >>> derive_sizes("offset", ((3, 0, 5),), ())
+    ((3, 0, 5), (0, 3, 3))
+    """
+    return DERIVATIONS[how](partitions, *numbers)

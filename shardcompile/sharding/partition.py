@@ -112,14 +112,14 @@ class Partition:
         Raises:
             LayoutError: a size is negative, or the number of sizes differs from the number of shards.
         """
-        shards = tuple(int(s) for s in sizes)
+        shards = tuple(map(int, sizes))
         wanted = math.prod(parts)
         if len(shards) != wanted:
             raise LayoutError(
                 f"a dim sharded by mesh dims {tuple(mesh_dims)} of sizes {tuple(parts)} needs {wanted} shard "
                 f"sizes, got {len(shards)}: {shards}"
             )
-        if any(b < 0 for b in shards):
+        if min(shards, default=0) < 0:
             raise LayoutError(f"shard sizes must not be negative, got {shards}")
         trace, known = TraceState(key_of(shards, parts)), _unless_ranks_differ(shards)
         return Partition(kind, tuple(mesh_dims), tuple(parts), sum(shards), known, trace=trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from array import array
@@ -20,11 +21,17 @@ _KEY_BASE = 1 << 60
 _TABLE_LIMIT = 1 << 24  # total number of shard sizes in the table, 128 MiB; the least recently used are evicted
 
 
-def digest_of(text: str) -> int:
-    """Returns a 56-bit hash of a text that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+def digest_of(data: str | bytes) -> int:
+    """Returns a 56-bit hash that is the same in every process."""
+    given = data.encode() if isinstance(data, str) else data
+    return int.from_bytes(hashlib.blake2b(given, digest_size=7).digest(), "big")
 
 
+REMEMBERED = 512
+"""How many results a function of all shard sizes remembers: compiled code calls it with the same ones in each step."""
+
+
+@functools.lru_cache(REMEMBERED)
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     """Returns the sizes of the chunks of `torch.chunk`, padded with zeros to `parts` shards.
 
@@ -39,6 +46,11 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     """Returns the shard sizes of `torch.chunk` applied to each mesh dim in turn, the outermost first."""
+    return _nested_chunk_sizes(size, tuple(parts))
+
+
+@functools.lru_cache(REMEMBERED)
+def _nested_chunk_sizes(size: int, parts: tuple[int, ...]) -> tuple[int, ...]:
     sizes: tuple[int, ...] = (size,)
     for count in parts:
         sizes = tuple(itertools.chain.from_iterable(chunk_sizes(n, count) for n in sizes))
@@ -88,6 +100,13 @@ class _SizeTable:
         self._by_key.move_to_end(key)  # it may be a constant of a graph, which nothing else uses
         return sizes
 
+    def keeps(self, key: int) -> bool:
+        """Whether the sizes of a key are in the table. If so, they count as used."""
+        if key not in self._by_key:
+            return False
+        self._by_key.move_to_end(key)
+        return True
+
     def _evict(self) -> None:
         while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
             key, sizes = self._by_key.popitem(last=False)
@@ -112,8 +131,9 @@ def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
 
 
 def remember_key(key: int, sizes: tuple[int, ...]) -> None:
-    """Registers a key that another process computed for these sizes."""
-    _TABLE.key_of(sizes, key % 2 == 1)
+    """Registers a key of these sizes that was computed before, here or in another process."""
+    if not _TABLE.keeps(key):
+        _TABLE.key_of(sizes, key % 2 == 1)
 
 
 def lookup_sizes(key: int) -> tuple[int, ...] | None:
@@ -133,7 +153,25 @@ def sizes_of_key(key: int, coarsening: int = 1, scale: int = 1) -> tuple[int, ..
         LayoutError: the key is unknown in this process.
     """
     base = _TABLE.sizes_of(key)
-    return tuple(sum(base[i : i + coarsening]) * scale for i in range(0, len(base), coarsening))
+    return base if coarsening == scale == 1 else grouped_sizes(base, 0, len(base) // coarsening, coarsening, scale)
+
+
+@functools.lru_cache(REMEMBERED)
+def grouped_sizes(sizes: tuple[int, ...], first: int, count: int, coarsening: int, scale: int) -> tuple[int, ...]:
+    """Returns the sizes of groups of adjacent shards.
+
+    >>> grouped_sizes((1, 2, 0, 4), 1, 1, 2, 10)
+    (40,)
+
+    Args:
+        sizes: all shard sizes.
+        first: index of the first group.
+        count: number of groups.
+        coarsening: number of shards of a group.
+        scale: number of elements per element of `sizes`.
+    """
+    ends = range(first * coarsening, (first + count) * coarsening, coarsening)
+    return tuple([sum(sizes[i : i + coarsening]) * scale for i in ends])
 
 
 @dataclass(frozen=True)
@@ -172,9 +210,10 @@ class GroupPartition:
             return tuple(sizes)
         if key == CHUNK_KEY:
             scale = grouping[2] if grouping else 1
-            return tuple(n * scale for n in chunk_sizes(total // scale, world_size))
+            chunks = chunk_sizes(total // scale, world_size)
+            return chunks if scale == 1 else grouped_sizes(chunks, 0, world_size, 1, scale)
         shards = _TABLE.sizes_of(key)
         if not grouping:
             return shards[:world_size]  # those of the first group, if the partition is nested
         inner, first, scale = grouping
-        return tuple(sum(shards[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))
+        return grouped_sizes(shards, first, world_size, inner, scale)

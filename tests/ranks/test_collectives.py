@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
 from torch import Tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardcompile import CollectiveError
+from shardcompile import CollectiveError, ShardTensor
 from shardcompile.collectives import (
     Reads,
     Window,
@@ -586,6 +587,7 @@ def test_reductions_that_do_not_exist():
 def test_comm_debug_mode_counts_our_ops():
     ops = torch.ops.shardcompile
     x = torch.ones(2, 4, requires_grad=True)
+    ShardTensor.from_local(x.detach(), mesh(), [Shard(0)])  # the first one has CommDebugMode count them
     with CommDebugMode() as mode:
         gathered = all_gather_v(x, 0, [2, 2], group())
         gathered.sum().backward()

@@ -6,6 +6,7 @@ Everything here runs at run time, on real tensors, with rank-invariant sizes.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -161,11 +162,8 @@ class Transport:
 
 def running_ends(sizes: Sequence[int]) -> list[Range]:
     """Returns the range of each shard: its first row, and the row after its last one."""
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append((start, start + size))
-        start += size
-    return ranges
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return list(itertools.pairwise(ends))
 
 
 def overlap(a: Range, b: Range) -> Range:
