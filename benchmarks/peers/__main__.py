@@ -2,7 +2,7 @@
 against PhysicsNeMo where that is installed.
 
 Gradients are compared with those of one process on the whole input before anything is timed. Collectives that send
-nothing are not counted.
+nothing are not counted. Bytes are those that go through the loopback interface (Linux).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks.common import duration, print_table, ratio, run_ranks
 from benchmarks.peers.measuring import measure
 from benchmarks.peers.suite import WORKS
-
-RANKS = 2
 
 AGAINST = {
     "eager": ("eager by hand", "eager DTensor", "eager PhysicsNeMo"),
@@ -38,19 +36,30 @@ def report(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
             rows.append([f"{work}, {partition}", *cells])
         columns = [text for other in others for text in (other, "ratio")]
         print_table(f"{ours}: seconds of a training step (collectives)", ["work", ours, *columns], rows)
+    contenders = [name for ours, others in AGAINST.items() for name in (ours, *others)]
+    rows = [
+        [f"{work}, {partition}", *[_kilobytes(result["bytes"].get(name, 0)) for name in contenders]]
+        for (work, partition), result in results.items()
+    ]
+    print_table("kB that all ranks send in a training step, those of TCP included", ["work", *contenders], rows)
+
+
+def _kilobytes(count: float) -> str:
+    return f"{count / 1000:.0f}" if count else "-"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=2, help="an even number")
     parser.add_argument("--backend", default="shardcompile")
     options = parser.parse_args()
     results = {}
     for work in options.works:
-        for label, partitions in WORKS[work].partitions.items():
+        for label, partitions in WORKS[work].partitions(options.ranks).items():
             print(f"{work}, {label}", flush=True)
-            results[work, label] = run_ranks(measure, RANKS, work, partitions, options.rounds, options.backend)
+            results[work, label] = run_ranks(measure, options.ranks, work, partitions, options.rounds, options.backend)
     report(results)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from benchmarks.peers.by_hand import Gather, Halo, Sum
-from benchmarks.peers.works import Forward, Work
+from benchmarks.peers.works import Forward, Partitions, Work
 from examples.poisson import handwritten
 from examples.poisson.model import PointTransformer
 
@@ -164,7 +164,7 @@ def _encoder_by_hand(group: ProcessGroup, sizes: Sequence[int]) -> Forward:
     return forward
 
 
-def _points(points: int, partitions: dict[str, list[list[int]]]) -> Work:
+def _points(points: int, partitions: Partitions) -> Work:
     return Work(
         lambda: PointTransformer(layers=LAYERS),
         (points, 5),
@@ -176,14 +176,23 @@ def _points(points: int, partitions: dict[str, list[list[int]]]) -> Work:
     )
 
 
-def _partitions(rows: int) -> dict[str, list[list[int]]]:
+def _partitions(rows: int) -> Partitions:
+    """Returns partitions for two ranks; among more of them, each pair of ranks shares its part in the same way."""
     first = {"even": [4], "1:3": [2], "another each step": [4, 2, 5, 1]}  # in eighths
-    return {label: [[n * rows // 8, rows - n * rows // 8] for n in eighths] for label, eighths in first.items()}
+
+    def of(ranks: int) -> dict[str, list[list[int]]]:
+        part = 2 * rows // ranks
+        return {
+            label: [[n * part // 8, part - n * part // 8] * (ranks // 2) for n in eighths]
+            for label, eighths in first.items()
+        }
+
+    return of
 
 
 WORKS: dict[str, Work] = {
     "points": _points(8000, _partitions(8000)),
-    "64 points": _points(64, {"even": [[32, 32]]}),
+    "64 points": _points(64, lambda ranks: {"even": [[64 // ranks] * ranks]}),
     "convolutions": Work(_convolutions, (1, 16, 128, 128), 2, _mean_square, _convolutions_by_hand, _partitions(128)),
     "u-net": Work(UNet, (1, 16, 128, 128), 2, _mean_square, _unet_by_hand, _partitions(128)),
     "graph": Work(GraphNet, (NODES, 32), 0, _mean_square, _graph_by_hand, _partitions(NODES), more=_edges),

@@ -23,6 +23,8 @@ from shardcompile.collectives import all_reduce
 
 Forward = Callable[..., Any]
 """Computes the loss, given a model and its inputs: whole, sharded, or this rank's shards."""
+Partitions = Callable[[int], Mapping[str, Sequence[Sequence[int]]]]
+"""Returns by label, for a number of ranks, the sizes of the shards, of which steps take turns."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Work:
         loss: the loss for plain, sharded or DTensor inputs.
         by_hand: the same for this rank's shards, given the group and the sizes of all shards: the whole loss, whose
             gradients are this rank's terms, but for parameters named in `complete`.
-        partitions: by label, the sizes of the shards for two ranks, of which steps take turns.
+        partitions: of the first input.
         complete: parts of names of parameters whose gradients are complete on every rank by hand.
         more: makes further inputs. They are sharded along dim 0, and have a multiple of the rows of the first input.
     """
@@ -46,7 +48,7 @@ class Work:
     dim: int
     loss: Forward
     by_hand: Callable[[ProcessGroup, Sequence[int]], Forward]
-    partitions: Mapping[str, Sequence[Sequence[int]]]
+    partitions: Partitions
     complete: Sequence[str] = ()
     more: Callable[[], Sequence[Tensor]] = tuple
 

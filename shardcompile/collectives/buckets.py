@@ -35,7 +35,7 @@ from shardcompile.collectives.traffic import (
     size_with,
 )
 from shardcompile.diagnosis import Call
-from shardcompile.sharding import GroupPartition, IntLike
+from shardcompile.sharding import GroupPartition, IntLike, use_key
 
 _FEW_BYTES = 2**18
 """Up to so many bytes, sending takes less time than handling the members one by one in Python."""
@@ -110,6 +110,8 @@ _Key = tuple[tuple[int, ...], int, tuple[int, ...]]
 
 
 def _keys(partitions: Sequence[GroupPartition]) -> tuple[_Key, ...]:
+    for c in partitions:
+        use_key(int(c.key))
     return tuple([(tuple(c.sizes), int(c.key), tuple(c.grouping)) for c in partitions])
 
 

@@ -36,6 +36,7 @@ from shardcompile.sharding.sizes import chunk_sizes as chunk_sizes
 from shardcompile.sharding.sizes import digest_of as digest_of
 from shardcompile.sharding.sizes import remember_key as remember_key
 from shardcompile.sharding.sizes import sizes_of_key as sizes_of_key
+from shardcompile.sharding.sizes import use_key as use_key
 from shardcompile.sharding.spec import Spec as Spec
 from shardcompile.sharding.spec import contiguous_stride as contiguous_stride
 from shardcompile.sharding.spec import dense_stride as dense_stride

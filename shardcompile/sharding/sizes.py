@@ -100,8 +100,8 @@ class _SizeTable:
         self._by_key.move_to_end(key)  # it may be a constant of a graph, which nothing else uses
         return sizes
 
-    def keeps(self, key: int) -> bool:
-        """Whether the sizes of a key are in the table. If so, they count as used."""
+    def use(self, key: int) -> bool:
+        """Counts a key as used; returns whether it is in the table."""
         if key not in self._by_key:
             return False
         self._by_key.move_to_end(key)
@@ -132,8 +132,13 @@ def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
 
 def remember_key(key: int, sizes: tuple[int, ...]) -> None:
     """Registers a key of these sizes that was computed before, here or in another process."""
-    if not _TABLE.keeps(key):
+    if not _TABLE.use(key):
         _TABLE.key_of(sizes, key % 2 == 1)
+
+
+def use_key(key: int) -> None:
+    """Counts a key as used, so that its sizes stay known: for what remembers results by keys and reads no sizes."""
+    _TABLE.use(key)
 
 
 def lookup_sizes(key: int) -> tuple[int, ...] | None:

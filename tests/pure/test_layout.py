@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardcompile.collectives import buckets
 from shardcompile.errors import LayoutError
 from shardcompile.sharding import (
     CHUNK_KEY,
@@ -449,7 +450,15 @@ def test_the_oldest_sizes_are_evicted(table: Callable[[int], None]) -> None:
         sizes_of_key(second)
 
 
-@pytest.mark.parametrize("use", [lambda _: key_of(1, 2), sizes_of_key], ids=["made again", "looked up"])
+def in_a_bucket(key: int) -> object:
+    return buckets._keys([GroupPartition([], key, [])])
+
+
+def in_a_collective(key: int) -> object:
+    return GroupPartition([], key, []).shards(3, 2)
+
+
+@pytest.mark.parametrize("use", [lambda _: key_of(1, 2), sizes_of_key, in_a_bucket, in_a_collective])
 def test_sizes_that_are_used_again_count_as_new(use: Callable[[int], object], table: Callable[[int], None]) -> None:
     """A graph looks up the sizes of a parameter, which no step makes again."""
     table(6)
