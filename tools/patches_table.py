@@ -78,6 +78,8 @@ def _reported(patch: Patch) -> str:
     found = [f"[{m.group(1)}]({m.group(0)})" for m in LINK.finditer(patch.upstream)]
     if (REPORTS / f"{patch.name}.md").exists():
         found.append(f"`compat/reports/{patch.name}.md`")
+    if patch.upstream.startswith("None: "):
+        return "no fault of PyTorch"
     return ", ".join(found) if found else "not yet"
 
 

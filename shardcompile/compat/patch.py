@@ -39,7 +39,8 @@ class Patch:
         name: the name of the patch.
         what: the name in torch that is replaced.
         reason: what goes wrong without the patch.
-        upstream: an issue or pull request of PyTorch about it. If none was found, the text that an issue would have.
+        upstream: an issue or pull request of PyTorch about it. If none was found, the text that an issue would have, or
+            "None: " and why it is no fault of torch.
         versions: the versions of torch that need it, as far as is known.
         put_in: makes the change. It gets a stack that undoes the change. For a patch of a trace it gets the trace's
             `ShapeEnv`, which lives as long as the trace.

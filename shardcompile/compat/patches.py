@@ -158,7 +158,7 @@ OF_A_COMPILATION = (
         "torch.fx.experimental.symbolic_shapes.ShapeEnv.__init__",
         "Dynamo may trace a function again. Symbols of its plain inputs are made before it meets a sharded one, and "
         "so before the patches of that trace are put in.",
-        "A tensor subclass has no say in how the symbols of a trace are made, see symbols_of_shards.",
+        "None: it puts in the other patches, see symbols_of_shards.",
         "2.11 - 2.15",
         lambda stack: replace(stack, ShapeEnv, "__init__", _putting_into_traces),
         kind="sizes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,9 @@ def test_a_report_is_short_and_complete(report: Path) -> None:
     assert len(lines) <= 70
     assert lines[0].startswith("# ")
     assert [line.strip("*") for line in lines if line.startswith("**")] == SECTIONS
+
+
+def test_every_fault_of_torch_is_reported_or_needs_a_gpu_to_be_shown() -> None:
+    reported = {report.stem for report in REPORTS}
+    left = {p.name for p in all_patches() if not re.search(r"https://github.com/pytorch|^None: ", p.upstream)} - reported
+    assert left == {"mixed_reductions_by_hint"}
