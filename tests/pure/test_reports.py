@@ -33,5 +33,7 @@ def test_a_report_is_short_and_complete(report: Path) -> None:
 
 def test_every_fault_of_torch_is_reported_or_needs_a_gpu_to_be_shown() -> None:
     reported = {report.stem for report in REPORTS}
-    left = {p.name for p in all_patches() if not re.search(r"https://github.com/pytorch|^None: ", p.upstream)} - reported
+    left = {
+        p.name for p in all_patches() if not re.search(r"https://github.com/pytorch|^None: ", p.upstream)
+    } - reported
     assert left == {"mixed_reductions_by_hint"}
