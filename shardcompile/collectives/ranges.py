@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,40 +54,46 @@ class Ranges(NamedTuple):
     group_name: str
 
 
-@dataclass(frozen=True)
-class RangePlan:
+class RangePlan(NamedTuple):
     """The rows that one rank of a group gives to and takes from the others. It depends on no tensor.
 
     Attributes:
-        held: the range of rows that each rank holds.
-        wanted: the range that each rank wants; it may reach beyond the dim.
         me: this rank.
+        total: number of rows of all ranks.
+        held: the range of rows that this rank holds.
+        wanted: the range that it wants; it may reach beyond the dim.
         given: the ranks that want rows of this one, each with the range of these rows in the local shard.
         taken: the ranks that hold rows that this one wants, each with their range among the wanted rows.
         own: the wanted rows that this rank holds itself: their range in the local shard, and among the wanted rows.
+        sizes: number of rows that each rank holds, to be stated.
+        ends: start and end of the range that each rank wants, to be stated.
     """
 
-    held: Shards
-    wanted: Shards
     me: int
+    total: int
+    held: Range
+    wanted: Range
     given: Sequence[tuple[int, Range]]
     taken: Sequence[tuple[int, Range]]
     own: tuple[Range, Range]
+    sizes: tuple[int, ...]
+    ends: tuple[int, ...]
 
     @staticmethod
     def of(held: Shards, wanted: Shards, me: int) -> RangePlan:
         """Returns the plan for what all ranks hold and want."""
         (first, _), (start, _) = held[me], wanted[me]
-        given = [transport.shifted(transport.overlap(held[me], w), -first) for w in wanted]
-        taken = [transport.shifted(transport.overlap(h, wanted[me]), -start) for h in held]
-        given_to, taken_from = (
-            [(p, r) for p, r in enumerate(rows) if p != me and r[1] > r[0]] for rows in (given, taken)
+        to_peers = [transport.shifted(transport.overlap(held[me], w), -first) for w in wanted]
+        from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -start) for h in held]
+        given, taken = (
+            [(p, r) for p, r in enumerate(rows) if p != me and r[1] > r[0]] for rows in (to_peers, from_peers)
         )
-        return RangePlan(held, wanted, me, given_to, taken_from, (given[me], taken[me]))
+        own = to_peers[me], from_peers[me]
+        return RangePlan(me, held[-1][1], held[me], wanted[me], given, taken, own, held.sizes, wanted.ends)
 
     def stated(self, x: Tensor, dim: int) -> tuple[object, ...]:
         """Returns what the rank states of an exchange by this plan, see `Descriptor.states`."""
-        return dim, self.held.sizes, dim, self.wanted.ends, other_sizes(x, dim)
+        return dim, self.sizes, dim, self.ends, other_sizes(x, dim)
 
 
 @functools.lru_cache(REMEMBERED)
@@ -180,8 +186,8 @@ def fetch_wanted(
         fill: value of rows outside of the dim; None if no such rows are wanted.
         out: a flat tensor for the rows; None for new memory.
     """
-    (start, end), total = plan.wanted[plan.me], plan.held[-1][1]
-    check_shard(x.shape, dim, plan.held[plan.me], plan.me, what)
+    (start, end), total = plan.wanted, plan.total
+    check_shard(x.shape, dim, plan.held, plan.me, what)
     out = new_rows(x, dim, shard) if out is None else out
     target = as_rows(out, x, dim, shard)
     if fill is not None and start < 0:
@@ -205,7 +211,7 @@ def return_wanted(what: str, x: Tensor, dim: int, plan: RangePlan, shard: int, o
         shard: local number of rows.
         out: a flat tensor for the sums; None for new memory.
     """
-    check_shard(x.shape, dim, plan.wanted[plan.me], plan.me, what)
+    check_shard(x.shape, dim, plan.wanted, plan.me, what)
     out = new_rows(x, dim, shard) if out is None else out
     target = as_rows(out, x, dim, shard)
     (first, end), source = plan.own

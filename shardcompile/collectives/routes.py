@@ -293,7 +293,7 @@ def _digest(counts: Tensor) -> int:
 
 @functools.cache
 def _weights(columns: int) -> Tensor:
-    return torch.tensor([digest_of(f"weight {n}") * 256 + 1 - 2**63 for n in range(columns)])
+    return torch.tensor([digest_of(f"weight {n}") * 256 + 1 - 2**63 for n in range(columns)], device="cpu")
 
 
 def _peers(counts: Tensor, back: bool, group: ProcessGroup) -> tuple[list[int], list[int]]:

@@ -27,7 +27,7 @@ def digest_of(data: str | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(given, digest_size=7).digest(), "big")
 
 
-REMEMBERED = 512
+REMEMBERED = 256
 """How many results a function of all shard sizes remembers: compiled code calls it with the same ones in each step."""
 
 
