@@ -171,8 +171,7 @@ class Pipeline(compat.CustomGraphPass):
         if self.final:
             assume_balanced_routes(graph)
         seen = None
-        # The address in the representation of an object tells the rank.
-        stated = " ".join(p.name if " at 0x" in repr(p) else repr(p) for p in self.passes)
+        stated = " ".join(p.name if _is_known_by_address(p) else repr(p) for p in self.passes)
         with planning(stated, self.plan) as plan_so_far:
             for graph_pass in self.passes:
                 before = _describe(graph) if self.record else None
@@ -205,10 +204,11 @@ class Pipeline(compat.CustomGraphPass):
     def uuid(self) -> object:
         """Returns the key by which torch's caches tell pipelines apart, besides the sources of this library.
 
-        It is None, so that nothing is cached, where every compilation has to be observed. Code that was compiled
-        without a record of its collectives is not reused where records are compared.
+        It is None, so that nothing is cached, where every compilation has to be observed, or where the `repr` of a pass
+        does not state what its outcome depends on. Code that was compiled without a record of its collectives is not
+        reused where records are compared.
         """
-        if self.record or self.in_step or self.plan or _WATCHERS.here():
+        if self.record or self.in_step or self.plan or _WATCHERS.here() or any(map(_is_known_by_address, self.passes)):
             return None
         read_notes_with(_before_first_run)  # torch asks for the key before any cache lookup
         if not self.is_verified:
@@ -342,6 +342,14 @@ def _failing_node(error: Exception) -> str:
             if isinstance(value, Node):
                 found = f" at node {value.format_node() or value}"
     return found
+
+
+def _is_known_by_address(graph_pass: Pass) -> bool:
+    """Whether a pass has the `repr` that Python gives to objects.
+
+    Other objects may have the same address: those of forked processes, as ranks may be, and those that are made later.
+    """
+    return " at 0x" in repr(graph_pass)
 
 
 _Described = tuple[int, int, str]

@@ -258,3 +258,14 @@ def test_compiled_code_is_not_shared_between_settings() -> None:
     }
     assert len(keys) == 3
     assert passes.Pipeline().uuid() in keys
+
+
+def test_code_by_a_pass_that_is_known_by_its_address_is_not_cached() -> None:
+    """Another pass, of another rank or made later, may have the same address."""
+
+    class Nothing:
+        name = "nothing"
+
+        def __call__(self, graph: torch.fx.Graph) -> None: ...
+
+    assert passes.Pipeline([Nothing()]).uuid() is None  # type: ignore[list-item,unused-ignore]
