@@ -100,12 +100,9 @@ class _SizeTable:
         self._by_key.move_to_end(key)  # it may be a constant of a graph, which nothing else uses
         return sizes
 
-    def use(self, key: int) -> bool:
-        """Counts a key as used; returns whether it is in the table."""
-        if key not in self._by_key:
-            return False
-        self._by_key.move_to_end(key)
-        return True
+    def use(self, key: int) -> None:
+        if key in self._by_key:
+            self._by_key.move_to_end(key)
 
     def _evict(self) -> None:
         while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
@@ -131,8 +128,14 @@ def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
 
 
 def remember_key(key: int, sizes: tuple[int, ...]) -> None:
-    """Registers a key of these sizes that was computed before, here or in another process."""
-    if not _TABLE.use(key):
+    """Registers a key of these sizes that was computed before, here or in another process.
+
+    Raises:
+        LayoutError: other sizes have the same key.
+    """
+    if _TABLE.find(key) == sizes:
+        _TABLE.use(key)
+    else:
         _TABLE.key_of(sizes, key % 2 == 1)
 
 
