@@ -75,11 +75,11 @@ def _row(patch: Patch) -> str:
 
 
 def _reported(patch: Patch) -> str:
+    if patch.upstream.startswith("None: "):
+        return "no fault of PyTorch"
     found = [f"[{m.group(1)}]({m.group(0)})" for m in LINK.finditer(patch.upstream)]
     if (REPORTS / f"{patch.name}.md").exists():
         found.append(f"`compat/reports/{patch.name}.md`")
-    if patch.upstream.startswith("None: "):
-        return "no fault of PyTorch"
     return ", ".join(found) if found else "not yet"
 
 

@@ -6,7 +6,6 @@ time.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,16 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.compat.own_ops import define_op
-from shardcompile.sharding import (
-    REMEMBERED,
-    IntLike,
-    Layout,
-    Partition,
-    derive_sizes,
-    read_sizes,
-    remember_key,
-    write_sizes,
-)
+from shardcompile.sharding import IntLike, Layout, Partition, derive_sizes, read_sizes, write_sizes
 
 
 def derive(
@@ -155,23 +145,12 @@ def _derive_partition(
     how: str, numbers: list[int], partitions: list[int], parts: list[int], group_names: str
 ) -> Tensor:
     """Returns key of the derived partition, local shard size and row index: [3], int64, on the CPU."""
-    key, sizes, rows = _derived(how, tuple(read_sizes(partitions, parts)), tuple(numbers), tuple(parts))
-    remember_key(key, sizes)
+    sizes, rows = derive_sizes(how, tuple(read_sizes(partitions, parts)), tuple(numbers))
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):
         index = index * count + compat.process_group(name).rank()
-    return torch.tensor([key, sizes[index], rows[index]])
-
-
-@functools.lru_cache(REMEMBERED)
-def _derived(
-    how: str, partitions: tuple[tuple[int, ...], ...], numbers: tuple[int, ...], parts: tuple[int, ...]
-) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Returns key and shard sizes of a derived partition, and the row index for each shard."""
-    sizes, rows = derive_sizes(how, partitions, numbers)
-    key = Partition.of_sizes(range(len(parts)), parts, sizes).trace.key
-    assert isinstance(key, int), "the sizes are numbers"
-    return key, sizes, rows
+    partition = Partition.of_sizes(range(len(parts)), parts, sizes)
+    return torch.tensor([partition.trace.key, sizes[index], rows[index]])
 
 
 define_op(

@@ -20,12 +20,12 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.derived_partitions import shard_size
 from shardcompile.collectives.routes import (
+    check_not_negative,
     counts_in_range,
     exchange_rows,
     first_rows,
     gather_counts,
     partition_of_sizes,
-    range_error,
 )
 from shardcompile.compat.own_ops import define_op
 from shardcompile.sharding import GroupPartition, IntLike, Partition, write_group_partition
@@ -269,9 +269,7 @@ define_op(
 
 
 def _without_negatives(sent: Tensor, least: Tensor, rule: str) -> Tensor:
-    bad = [(rank, index) for rank, index in enumerate(least.tolist()) if index < 0]
-    if bad:
-        raise range_error(rule, bad)
+    check_not_negative(least, rule)
     return sent.clone()
 
 

@@ -256,17 +256,25 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     counts: Tensor = call.run([functools.partial(wait, pending)])[0].view(group.size(), mine.shape[0]).cpu()
     table = counts[:, : group.size()]  # a table of counts may have further columns
     _known_tables(a.group_name, table.shape[1])[_digest(table)] = None
-    encoded = counts[:, 0]
-    if int(encoded.min()) < 0:
-        bad = [(r, count - _OUT_OF_RANGE) for r, count in enumerate(encoded.tolist()) if count < 0]
-        raise range_error(a.wanted, bad)
+    check_not_negative(counts[:, 0], a.wanted, _OUT_OF_RANGE)
     return counts
 
 
-def range_error(wanted: str, bad: Sequence[tuple[int, int]]) -> RowRangeError:
-    """Returns the error for indices that are out of range, given the rank and an index of each rank that has one."""
-    others = ", ".join(f"rank {r} of the group has {number}" for r, number in bad)
-    return RowRangeError(f"{wanted}; {others}. No row was moved")
+def check_not_negative(numbers: Tensor, wanted: str, offset: int = 0) -> None:
+    """Raises an error that names the ranks whose number is negative.
+
+    Args:
+        numbers: one of each rank of the group, on the CPU: [ranks].
+        wanted: the condition that a negative number violates, for the message.
+        offset: what was added to an index that is out of range.
+
+    Raises:
+        RowRangeError: a number is negative.
+    """
+    if int(numbers.min()) < 0:
+        bad = [(rank, number - offset) for rank, number in enumerate(numbers.tolist()) if number < 0]
+        others = ", ".join(f"rank {rank} of the group has {index}" for rank, index in bad)
+        raise RowRangeError(f"{wanted}; {others}. No row was moved")
 
 
 _KNOWN = 256

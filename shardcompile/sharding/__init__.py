@@ -34,7 +34,6 @@ from shardcompile.sharding.sizes import GroupPartition as GroupPartition
 from shardcompile.sharding.sizes import IntLike as IntLike
 from shardcompile.sharding.sizes import chunk_sizes as chunk_sizes
 from shardcompile.sharding.sizes import digest_of as digest_of
-from shardcompile.sharding.sizes import remember_key as remember_key
 from shardcompile.sharding.sizes import sizes_of_key as sizes_of_key
 from shardcompile.sharding.sizes import use_key as use_key
 from shardcompile.sharding.spec import Spec as Spec

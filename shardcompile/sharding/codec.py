@@ -109,7 +109,7 @@ def read_sizes(code: Sequence[int], parts: Sequence[int]) -> list[tuple[int, ...
             partitions.append((next(rest),))
         elif tag == _CHUNK:
             size, scale = next(rest), next(rest)
-            partitions.append(tuple(n * scale for n in nested_chunk_sizes(size // scale, parts)))
+            partitions.append(nested_chunk_sizes(size, parts, scale))
         elif tag == _SIZES:
             partitions.append(tuple(itertools.islice(rest, next(rest))))
         else:

@@ -193,7 +193,7 @@ class Partition:
         if self.kind != "chunk":
             is_known = lookup_sizes(trace.key) is not None  # type: ignore[arg-type]
             return sizes_of_key(trace.key, trace.coarsening, trace.scale) if is_known else None  # type: ignore[arg-type]
-        return tuple(n * trace.scale for n in nested_chunk_sizes(self.size // trace.scale, self.parts))  # type: ignore[misc,arg-type]
+        return nested_chunk_sizes(self.size, self.parts, trace.scale)  # type: ignore[arg-type]
 
     @property
     def is_even(self) -> bool:

@@ -31,7 +31,6 @@ REMEMBERED = 256
 """How many results a function of all shard sizes remembers: compiled code calls it with the same ones in each step."""
 
 
-@functools.lru_cache(REMEMBERED)
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     """Returns the sizes of the chunks of `torch.chunk`, padded with zeros to `parts` shards.
 
@@ -44,17 +43,26 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     return tuple(max(min(size - i * full, full), 0) for i in range(parts))
 
 
-def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shard sizes of `torch.chunk` applied to each mesh dim in turn, the outermost first."""
-    return _nested_chunk_sizes(size, tuple(parts))
+def nested_chunk_sizes(size: int, parts: Sequence[int], scale: int = 1) -> tuple[int, ...]:
+    """Returns the shard sizes of `torch.chunk` applied to each mesh dim in turn, the outermost first.
+
+    >>> nested_chunk_sizes(10, [3], scale=2)
+    (4, 4, 2)
+
+    Args:
+        size: the size that is divided.
+        parts: the sizes of the mesh dims.
+        scale: number of adjacent elements that stay together, a divisor of `size`.
+    """
+    return _nested_chunk_sizes(size, tuple(parts), scale)
 
 
 @functools.lru_cache(REMEMBERED)
-def _nested_chunk_sizes(size: int, parts: tuple[int, ...]) -> tuple[int, ...]:
-    sizes: tuple[int, ...] = (size,)
+def _nested_chunk_sizes(size: int, parts: tuple[int, ...], scale: int) -> tuple[int, ...]:
+    sizes: tuple[int, ...] = (size // scale,)
     for count in parts:
         sizes = tuple(itertools.chain.from_iterable(chunk_sizes(n, count) for n in sizes))
-    return sizes
+    return tuple([n * scale for n in sizes])
 
 
 class _SizeTable:
@@ -128,15 +136,8 @@ def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
 
 
 def remember_key(key: int, sizes: tuple[int, ...]) -> None:
-    """Registers a key of these sizes that was computed before, here or in another process.
-
-    Raises:
-        LayoutError: other sizes have the same key.
-    """
-    if _TABLE.find(key) == sizes:
-        _TABLE.use(key)
-    else:
-        _TABLE.key_of(sizes, key % 2 == 1)
+    """Registers a key that another process computed for these sizes."""
+    _TABLE.key_of(sizes, key % 2 == 1)
 
 
 def use_key(key: int) -> None:
@@ -178,8 +179,8 @@ def grouped_sizes(sizes: tuple[int, ...], first: int, count: int, coarsening: in
         coarsening: number of shards of a group.
         scale: number of elements per element of `sizes`.
     """
-    ends = range(first * coarsening, (first + count) * coarsening, coarsening)
-    return tuple([sum(sizes[i : i + coarsening]) * scale for i in ends])
+    starts = range(first * coarsening, (first + count) * coarsening, coarsening)
+    return tuple([sum(sizes[i : i + coarsening]) * scale for i in starts])
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,7 @@ class GroupPartition:
         if sizes:
             return tuple(sizes)
         if key == CHUNK_KEY:
-            scale = grouping[2] if grouping else 1
-            chunks = chunk_sizes(total // scale, world_size)
-            return chunks if scale == 1 else grouped_sizes(chunks, 0, world_size, 1, scale)
+            return nested_chunk_sizes(total, (world_size,), grouping[2] if grouping else 1)
         shards = _TABLE.sizes_of(key)
         if not grouping:
             return shards[:world_size]  # those of the first group, if the partition is nested

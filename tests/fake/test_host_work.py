@@ -5,10 +5,7 @@ On the fake process group, which sends nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -21,26 +18,9 @@ from shardcompile import compat
 from shardcompile.collectives.pending import wait
 from shardcompile.inspect.offline import offline_world
 from shardcompile.sharding import Partition
+from tests.support.work import lines
 
 ops = torch.ops.shardcompile
-
-
-def _lines(function: Callable[[], object]) -> int:
-    """Counts the lines of Python that a function runs."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def _work(world_size: int) -> dict[str, int]:
@@ -71,7 +51,7 @@ def _work(world_size: int) -> dict[str, int]:
         found = {}
         for name, call in calls.items():
             results: list[Tensor] = [call()]
-            found[name] = _lines(lambda: results.append(call()))  # noqa: B023
+            found[name] = lines(lambda: results.append(call()))  # noqa: B023
             for result in results:
                 wait(result)
         return found
@@ -95,7 +75,7 @@ def _step(model: nn.Module, shape: Sequence[int], dim: int, world_size: int) -> 
 
         step()
         step()
-        return _lines(step)
+        return lines(step)
 
 
 @pytest.mark.parametrize("work", ["points", "images"])
